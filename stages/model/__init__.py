@@ -1,0 +1,1 @@
+"""The Llama model, its attention, its loss and its Hugging Face form."""

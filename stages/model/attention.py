@@ -1,0 +1,174 @@
+"""Causal attention that stays inside a document, without ever building an S x S mask.
+
+One entry, `causal_attention`, picks the kernel:
+
+| device, type | rows are whole documents | documents packed (cu_seqlens) |
+| --- | --- | --- |
+| CPU | SDPA's flash kernel | the same kernel, called per document piece |
+| CUDA fp16, bf16 | SDPA's flash kernel | variable-length flash attention |
+| CUDA fp32 | memory-efficient kernel, KV heads expanded | the same, with cu_seqlens |
+
+Grouped key-value heads go to the kernels as they are, except fp32 on CUDA: flash knows no fp32, and
+the memory-efficient kernel no groups, so SDPA would silently fall to the math kernel and build the
+scores.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Softmax(q k^T / sqrt(E)) v over earlier positions of the same document, as [B, S, H, E].
+
+    Args:
+        q_BSHE: queries.
+        k_BSKE: keys; K divides H, head h reads key-value head h // (H / K).
+        v_BSKE: values.
+        cu_seqlens: int32 [documents + 1], starts in the flattened B x S tokens, with every row's
+            start among them; None when each row is one document.
+    """
+    on_cuda, half = q_BSHE.is_cuda, q_BSHE.dtype in (torch.float16, torch.bfloat16)
+    if cu_seqlens is None:
+        if on_cuda and not half:
+            k_BSKE, v_BSKE = _expand(k_BSKE, q_BSHE), _expand(v_BSKE, q_BSHE)
+        backend = SDPBackend.EFFICIENT_ATTENTION if on_cuda and not half else SDPBackend.FLASH_ATTENTION
+        with sdpa_kernel(backend):
+            out_BHSE = F.scaled_dot_product_attention(
+                q_BSHE.transpose(1, 2),
+                k_BSKE.transpose(1, 2),
+                v_BSKE.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=k_BSKE.shape[2] != q_BSHE.shape[2],
+            )
+        return out_BHSE.transpose(1, 2)
+    if not on_cuda:
+        return _document_attention_cpu(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)[0]
+    return _document_attention_cuda(q_BSHE, k_BSKE, v_BSKE, cu_seqlens, half)
+
+
+def _expand(kv_BSKE: Tensor, q_BSHE: Tensor) -> Tensor:
+    return kv_BSKE.repeat_interleave(q_BSHE.shape[2] // kv_BSKE.shape[2], dim=2)
+
+
+def _document_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, half: bool) -> Tensor:
+    B, S, H, E = q.shape
+    if half:
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(
+            q.reshape(B * S, H, E),
+            k.reshape(B * S, -1, E),
+            v.reshape(B * S, -1, E),
+            cu_seqlens,
+            cu_seqlens,
+            S,
+            S,
+            window_size=(-1, 0),
+            enable_gqa=k.shape[2] != H,
+        )
+        assert isinstance(out, Tensor)
+        return out.view(B, S, H, E)
+    causal_from_top_left = 1
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        q.reshape(1, B * S, H, E),
+        _expand(k, q).reshape(1, B * S, H, E),
+        _expand(v, q).reshape(1, B * S, H, E),
+        None,
+        cu_seqlens,
+        cu_seqlens,
+        S,
+        S,
+        0.0,
+        causal_from_top_left,
+        compute_log_sumexp=True,
+    )
+    return out.view(B, S, H, E)
+
+
+# On the CPU there is no variable-length kernel. An operator of our own calls the flash kernel once for
+# each run of whole rows and once for each piece of a row that holds several documents. As an operator it
+# is opaque to torch.compile: how many documents a batch holds never recompiles anything.
+
+
+@torch.library.custom_op("frugal::document_attention", mutates_args=(), device_types="cpu")
+def _document_attention_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention output [B, S, H, E] and the softmax's log-sum-exp [B, S, H]."""
+    B, S, H, E = q.shape
+    out, logsumexp = q.new_empty(B, S, H, E), q.new_empty((B, S, H), dtype=torch.float32)
+    for rows, positions in _pieces(cu_seqlens, S):
+        at = (slice(*rows), slice(*positions))
+        piece_out, piece_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[at].transpose(1, 2), k[at].transpose(1, 2), v[at].transpose(1, 2), 0.0, True
+        )
+        out[at] = piece_out.transpose(1, 2)
+        logsumexp[at] = piece_lse.transpose(1, 2)
+    return out, logsumexp
+
+
+@torch.library.custom_op("frugal::document_attention_backward", mutates_args=(), device_types="cpu")
+def _document_attention_backward_cpu(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for rows, positions in _pieces(cu_seqlens, q.shape[1]):
+        at = (slice(*rows), slice(*positions))
+        piece_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(tensor[at].transpose(1, 2) for tensor in (grad_out, q, k, v, out)),
+            logsumexp[at].transpose(1, 2).contiguous(),
+            0.0,
+            True,
+        )
+        for grad, piece in zip(grads, piece_grads, strict=True):
+            grad[at] = piece.transpose(1, 2)
+    return grads
+
+
+def _pieces(cu_seqlens: Tensor, row_length: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """(first and last row, first and last position) of every piece one kernel call can do.
+
+    Neighbouring rows that are each one document go together.
+    """
+    starts = cu_seqlens.tolist()
+    whole_from = None
+    for start, end in itertools.pairwise(starts):
+        row, position = divmod(start, row_length)
+        if end - start == row_length:
+            whole_from = row if whole_from is None else whole_from
+            continue
+        if whole_from is not None:
+            yield (whole_from, row), (0, row_length)
+            whole_from = None
+        if end > start:
+            yield (row, row + 1), (position, position + end - start)
+    if whole_from is not None:
+        yield (whole_from, starts[-1] // row_length), (0, row_length)
+
+
+@_document_attention_cpu.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_document_attention_backward_cpu.register_fake
+def _(grad_out, q, k, v, out, logsumexp, cu_seqlens):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, _grad_logsumexp):  # type: ignore[no-untyped-def]
+    *saved, cu_seqlens = ctx.saved_tensors
+    return *_document_attention_backward_cpu(grad_out, *saved, cu_seqlens), None
+
+
+_document_attention_cpu.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,38 @@
+"""`params.yaml` as typed, frozen, checked objects: the one description of a pipeline."""
+
+from stages.params.data import (
+    CorpusParams,
+    EmbeddedCorpus,
+    FilesCorpus,
+    HubCorpus,
+    TokenizerParams,
+)
+from stages.params.loading import Params, ParamsError, check_params, flatten, load_params
+from stages.params.run import (
+    EvaluationParams,
+    HardwareParams,
+    ModelParams,
+    TrackingParams,
+    TrainingParams,
+)
+from stages.params.variant import BlockGroups, VariantParams
+
+__all__ = [
+    "BlockGroups",
+    "CorpusParams",
+    "EmbeddedCorpus",
+    "EvaluationParams",
+    "FilesCorpus",
+    "HardwareParams",
+    "HubCorpus",
+    "ModelParams",
+    "Params",
+    "ParamsError",
+    "TokenizerParams",
+    "TrackingParams",
+    "TrainingParams",
+    "VariantParams",
+    "check_params",
+    "flatten",
+    "load_params",
+]

@@ -1,0 +1,130 @@
+"""What all variants share: the model, the training schedule, evaluation, the machine, tracking."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from stages.params.section import Section, divisors, one_of
+
+
+class ModelParams(Section):
+    """Llama's shape, in the words of Hugging Face's `LlamaConfig`."""
+
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    """Fewer than the query heads is grouped-query attention (Ainslie et al. 2023)."""
+    intermediate_size: PositiveInt
+    """Width of the SwiGLU feed-forward."""
+    max_position_embeddings: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10_000.0
+    rms_norm_eps: PositiveFloat = 1e-5
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the normal distribution that weights start from."""
+    tie_word_embeddings: bool = False
+    """One matrix for the input embedding and the output head."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.hidden_size % self.num_attention_heads:
+            yield (
+                "num_attention_heads",
+                f"{self.num_attention_heads} does not divide model.hidden_size {self.hidden_size}; "
+                f"use {one_of([d for d in divisors(self.hidden_size) if d <= 128])}",
+            )
+        elif self.head_dim % 2:
+            yield (
+                "num_attention_heads",
+                f"{self.num_attention_heads} heads make a head size of {self.head_dim}; rotary "
+                "position embedding turns pairs of channels, so the head size must be even",
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            yield (
+                "num_key_value_heads",
+                f"{self.num_key_value_heads} does not divide model.num_attention_heads "
+                f"{self.num_attention_heads}; use {one_of(divisors(self.num_attention_heads))}",
+            )
+
+
+class TrainingParams(Section):
+    """The work: identical for every variant, so that their losses can be compared."""
+
+    sequences: Literal["packed", "padded"] = "packed"
+    """packed: documents one after the other, cut every sequence_length tokens, attention kept
+    inside a document. padded: one document per sequence, cut or filled up with [PAD]."""
+    sequence_length: Annotated[int, Field(ge=2)]
+    global_batch_size: PositiveInt
+    """Sequences in one optimizer step, over all micro-batches."""
+    token_budget: PositiveInt
+    """Train on this many tokens, rounded up to whole optimizer steps."""
+    learning_rate: PositiveFloat
+    """Peak, reached after the warm-up."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The cosine ends at this share of the peak."""
+    warmup_steps: NonNegativeInt = 100
+    """Optimizer steps of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.1
+    """On matrices only; norms are not decayed."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_epsilon: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global L2 norm; null does not clip."""
+    log_every_steps: PositiveInt = 10
+    """A row of the curve, a point in MLflow and, on a GPU, the one synchronisation with the host."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of a whole run."""
+        return -(-self.token_budget // (self.global_batch_size * self.sequence_length))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.warmup_steps >= self.num_steps:
+            yield (
+                "warmup_steps",
+                f"{self.warmup_steps} is not less than the {self.num_steps} steps that "
+                f"training.token_budget {self.token_budget} makes; lower it or raise the budget",
+            )
+
+
+class SampleParams(Section):
+    """Continuations written by the trained model, to be read by a person."""
+
+    prompts: tuple[str, ...] = ()
+    max_new_tokens: PositiveInt = 60
+    temperature: NonNegativeFloat = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: PositiveInt = 50
+    """Draw among the k likeliest tokens."""
+
+
+class EvaluationParams(Section):
+    """How a trained model is judged; the same for every variant, always in fp32."""
+
+    batch_size: PositiveInt = 32
+    """Windows of training.sequence_length tokens in one forward pass."""
+    bootstrap_samples: Annotated[int, Field(ge=100)] = 10_000
+    """Resamplings of the validation documents behind the confidence interval."""
+    samples: SampleParams = SampleParams()
+
+
+class HardwareParams(Section):
+    """The machine that trains."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes the GPU where there is one; a GPU whose driver is too old is an error, never a
+    silent fall back to the CPU."""
+    compile_cache: str = ".work/compile-cache"
+    """Folder where torch.compile keeps its kernels, so that a second run starts warm; relative to
+    the DVC root."""
+
+
+class TrackingParams(Section):
+    """MLflow; the server is named by MLFLOW_TRACKING_URI, else mlflow.db at the repository's root."""
+
+    experiment: str = "frugal"

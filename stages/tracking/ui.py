@@ -1,0 +1,45 @@
+"""`python -m stages.tracking.ui`: the MLflow UI over this repository's runs, on 127.0.0.1."""
+
+import argparse
+import os
+import socket
+import sys
+
+from stages.tracking.store import connect, project_root, set_mlflow_defaults, store_from_environment
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Show the runs in the MLflow UI.")
+    parser.add_argument("--port", type=int, default=5000)
+    port = parser.parse_args().port
+    store = store_from_environment()
+    if store.uri.startswith(("http://", "https://", "databricks")):
+        print(f"tracking: MLFLOW_TRACKING_URI names a server that has a UI of its own: {store.name}")
+        return 0
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            print(
+                f"tracking: port {port} cannot be used ({error.strerror}); choose another with --port",
+                file=sys.stderr,
+            )
+            return 1
+    set_mlflow_defaults()
+    # Background jobs (gateway, evaluations) would cost 2 GB and are of no use here.
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
+    connect(store)
+    artifacts = store.artifact_location or (project_root() / "mlartifacts").as_uri()
+    print(f"tracking: http://127.0.0.1:{port} in a moment; Ctrl-C ends it", flush=True)
+    os.execv(
+        sys.executable,
+        [
+            *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)),
+            *("--workers", "1", "--backend-store-uri", store.uri, "--default-artifact-root", artifacts),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

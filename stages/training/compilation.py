@@ -1,0 +1,41 @@
+"""torch.compile: which part of the model is handed to the compiler."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from stages.model.llama import Llama
+from stages.params import VariantParams
+
+
+def apply_compile(model: Llama, variant: VariantParams) -> None:
+    """Compile in place, after the weights are loaded and recompute is applied.
+
+    `nn.Module.compile` replaces how a module is called and not the module: the state dict keeps its
+    names, without `_orig_mod`. Blocks are alike, so `blocks` compiles one and reuses it; `model` gives
+    the compiler everything but the loss, at a cost that grows with the number of layers.
+    """
+    if variant.compile == "blocks":
+        for block in model.layers:
+            block.compile(dynamic=False)
+    elif variant.compile == "model":
+        model.compile(dynamic=False)
+
+
+def mark_dynamic_documents(cu_seqlens: torch.Tensor | None, variant: VariantParams) -> None:
+    """Tell the compiler that the number of documents varies, so that it never specialises on one."""
+    if cu_seqlens is not None and variant.compile != "off":
+        import torch._dynamo
+
+        torch._dynamo.mark_dynamic(cu_seqlens, 0)
+
+
+def use_compile_cache(folder: Path) -> None:
+    """Keep compiled kernels in `folder`, so that a second run starts warm.
+
+    Must be called before the first compilation. A folder the user named in the environment wins.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,124 @@
+"""The loop around the step: brings the data, keeps the time, says what happened.
+
+It knows neither files nor tracking. It yields a row every `log_every_steps` steps, and whoever drives it
+writes the row down.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from stages.data.batch_order import BatchOrder
+from stages.data.sequences import MicroBatch, PackedSequences, PaddedSequences
+from stages.measure.compilation import CompileWatch
+from stages.measure.peak_memory import PeakMemory, measure_peak
+from stages.measure.throughput import StepTimer
+from stages.params import Params
+from stages.training.precision import PrecisionPolicy
+from stages.training.state import TrainState
+from stages.training.step import StepOutcome, train_step
+
+
+@dataclass(frozen=True)
+class CurveRow:
+    """One row of the training curve: a result, the same in every run of the same params."""
+
+    step: int
+    tokens: int
+    """Seen so far, padding not counted."""
+    loss: float
+    """Mean over the steps since the last row, in nats per target token."""
+    learning_rate: float
+    """Of the last step."""
+    grad_norm: float
+    """Of the last step, before clipping."""
+
+
+@dataclass
+class Measurements:
+    """What this run took on this machine; filled while `training_rows` runs."""
+
+    timer: StepTimer
+    compilation: CompileWatch
+    peak: PeakMemory | None = None
+
+
+def training_rows(
+    state: TrainState,
+    sequences: PackedSequences | PaddedSequences,
+    params: Params,
+    variant_name: str,
+    policy: PrecisionPolicy,
+    measurements: Measurements,
+) -> Iterator[CurveRow]:
+    """Train from `state.step` to the end of the token budget.
+
+    The peak memory is that of the second step of this process: the optimizer's states exist then, and
+    what the first step compiled or initialised is over. On a CPU that step runs under a profiler, so
+    its interval is not counted for speed.
+    """
+    training, variant = params.training, params.variants[variant_name]
+    order = BatchOrder(params.seed, training.global_batch_size, len(sequences))
+    device = state.model.embed_tokens.weight.device
+    timer = measurements.timer
+    first_step, tokens_at_row = state.step, state.tokens
+    steps_at_row = state.step
+    timer.start(time.perf_counter(), state.step)
+    while state.step < training.num_steps:
+        indices = order.indices(state.step).reshape(-1, variant.micro_batch_size)
+        micro_batches = [_to_device(sequences.micro_batch(rows), device) for rows in indices]
+        rate = state.schedule.learning_rate.clone()
+        profiled = state.step == min(first_step + 1, training.num_steps - 1)
+        if profiled:
+            outcome, measurements.peak = _measured(
+                device, partial(train_step, state, micro_batches, variant, training, policy)
+            )
+        else:
+            outcome = train_step(state, micro_batches, variant, training, policy)
+        if state.step == first_step + 1:
+            measurements.compilation.mark_steady()
+
+        # The first step is an interval of its own: it holds compilation and the first growth of caches.
+        is_row = state.step % training.log_every_steps == 0 or state.step == training.num_steps
+        if is_row or profiled or state.step == first_step + 1:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            timer.lap(time.perf_counter(), state.step, state.tokens - tokens_at_row, disturbed=profiled)
+            tokens_at_row = state.tokens
+        if is_row:
+            steps = state.step - steps_at_row
+            steps_at_row = state.step
+            row = CurveRow(
+                step=state.step,
+                tokens=state.tokens,
+                loss=float(state.loss_since_row) / steps,
+                learning_rate=float(rate),
+                grad_norm=float(outcome.grad_norm),
+            )
+            state.loss_since_row.zero_()
+            yield row
+
+
+def _measured(device: torch.device, step: Callable[[], StepOutcome]) -> tuple[StepOutcome, PeakMemory]:
+    outcomes: list[StepOutcome] = []
+    peak = measure_peak(device, lambda: outcomes.append(step()))
+    return outcomes[0], peak
+
+
+def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        # Pinned memory lets the copy run beside the kernels of the step before.
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    return replace(
+        batch,
+        input_ids_BS=move(batch.input_ids_BS),
+        targets_BS=move(batch.targets_BS),
+        cu_seqlens=None if batch.cu_seqlens is None else move(batch.cu_seqlens),
+    )

@@ -1,0 +1,45 @@
+"""`TrainState`: everything that changes while training, and nothing else. It is what a checkpoint holds."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stages.model.llama import Llama
+from stages.params import Params
+from stages.training.optimizer import make_optimizer
+from stages.training.precision import PrecisionPolicy, precision_policy
+from stages.training.schedule import WarmupCosine
+
+
+@dataclass
+class TrainState:
+    """The fields are exactly what is saved and restored (stages/training/checkpoint.py)."""
+
+    model: Llama
+    optimizer: torch.optim.Optimizer
+    schedule: WarmupCosine
+    scaler: torch.amp.GradScaler
+    step: int = 0
+    """Optimizer steps tried, skipped ones included; with the seed it is the position in the data."""
+    tokens: int = 0
+    """Tokens seen, padding not counted."""
+    skipped_steps: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Steps whose gradients overflowed under fp16 (int64 scalar on the device)."""
+    loss_since_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
+    """Sum of the steps' losses since the last row of the curve (fp32 scalar on the device)."""
+
+
+def initial_state(params: Params, variant: str, device: torch.device) -> tuple[TrainState, PrecisionPolicy]:
+    """A state at step 0: the weights depend on `params.seed` alone."""
+    policy = precision_policy(params.variants[variant], device)
+    torch.manual_seed(params.seed)
+    model = Llama(params.model, params.tokenizer.vocab_size)
+    model.initialise(params.seed)
+    model.to(device)
+    schedule = WarmupCosine(params.training, device)
+    optimizer = make_optimizer(model, params.training, schedule.learning_rate)
+    state = TrainState(model, optimizer, schedule, policy.make_scaler())
+    state.skipped_steps = state.skipped_steps.to(device)
+    state.loss_since_row = state.loss_since_row.to(device)
+    return state, policy

@@ -1,0 +1,9 @@
+"""Before anything imports torch: OpenMP's threads wait asleep, here and in what the tests start.
+
+By default they spin at every barrier. On a machine that does other work beside, that made tests of tiny
+tensors a hundred times slower.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
