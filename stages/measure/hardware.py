@@ -121,6 +121,9 @@ _MATMUL_DTYPES = {
     "tf32": torch.float32,
     "amp_bf16": torch.bfloat16,
     "amp_fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    # Only the blocks' products run in 8 bits; the head runs in bf16, whose ceiling is the honest one to name.
+    "fp8": torch.bfloat16,
 }
 
 
@@ -159,7 +162,7 @@ def measure_matmul_flops_per_second(
         if time.perf_counter() - began > 2 * budget_seconds:
             break
         size *= 2
-    label = precision.removeprefix("amp_")
+    label = {torch.float32: precision, torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return MatmulCeiling(best, f"measured {best_size}x{best_size}x{best_size} {label} matmul")
 
 

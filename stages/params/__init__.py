@@ -15,7 +15,7 @@ from stages.params.run import (
     TrackingParams,
     TrainingParams,
 )
-from stages.params.variant import BlockGroups, VariantParams
+from stages.params.variant import BlockGroups, MemoryBudget, VariantParams
 
 __all__ = [
     "BlockGroups",
@@ -25,6 +25,7 @@ __all__ = [
     "FilesCorpus",
     "HardwareParams",
     "HubCorpus",
+    "MemoryBudget",
     "ModelParams",
     "Params",
     "ParamsError",

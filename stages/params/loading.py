@@ -156,11 +156,8 @@ def _problems_between(sections: dict[str, Any]) -> Iterator[str]:
         )
     for name, variant in (sections.get("variants") or {}).items():
         if variant is not None:
-            rules = variant.conflicts(
-                training.global_batch_size if training else None,
-                hardware.device if hardware else None,
-            )
-            yield from (f"variants.{name}.{key}: {message}" for key, message in rules)
+            for key, message in variant.conflicts(training, hardware):
+                yield f"variants.{name}.{key}: {message}"
 
 
 def _in_words(path: str, annotation: Any, value: Any, details: ErrorDetails) -> str:
@@ -202,7 +199,7 @@ def _follow(
 
 
 def _is_union_tag(part: str) -> bool:
-    return part.startswith(("literal[", "function-")) or part in ("BlockGroups",)
+    return part.startswith(("literal[", "function-")) or part in ("BlockGroups", "MemoryBudget")
 
 
 def _section_at(annotation: Any, parents: list[str]) -> type[BaseModel] | None:

@@ -1,7 +1,7 @@
 """A variant: one named training recipe, an entry under `variants:`.
 
 The techniques are independent switches. What cannot be combined is refused here, with the reason,
-before anything is computed.
+before anything is computed; docs/techniques.md lists the refusals.
 """
 
 from collections.abc import Iterator
@@ -9,15 +9,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
+from stages.params.run import HardwareParams, TrainingParams
 from stages.params.section import Section, divisors, one_of
 
-Precision = Literal["fp32", "tf32", "amp_bf16", "amp_fp16"]
+Precision = Literal["fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp8"]
 
 
 class BlockGroups(Section):
     """`{every_n_blocks: n}`: recompute one transformer block of every n."""
 
     every_n_blocks: PositiveInt
+
+
+class MemoryBudget(Section):
+    """`{budget: x}`: the compiler keeps this share of the activations and recomputes the rest."""
+
+    budget: Annotated[float, Field(ge=0, le=1)]
+    """0 recomputes everything, 1 what costs nothing to recompute."""
 
 
 def _off_is_a_word(value: Any) -> Any:
@@ -35,10 +43,14 @@ class VariantParams(Section):
     """fp32: IEEE single everywhere. tf32: fp32 storage, matrix products on 19-bit tensor cores
     (NVIDIA Ampere and newer). amp_bf16: fp32 weights, autocast to bfloat16. amp_fp16: autocast to
     float16, which needs a GradScaler because its smallest normal is 6e-5; bfloat16 has fp32's
-    range and needs none."""
-    recompute: Literal["none", "every_block"] | BlockGroups = "none"
+    range and needs none. bf16: weights, gradients and optimizer states in bfloat16, updates rounded
+    stochastically. fp8: matrix products of the blocks in 8 bits (e4m3 forward, e5m2 backward), the
+    rest as amp_bf16 (NVIDIA compute capability 8.9 and newer)."""
+    recompute: Literal["none", "every_block", "selective", "offload"] | BlockGroups | MemoryBudget = "none"
     """Activation (gradient) checkpointing: forget a block's activations and compute them again in
-    the backward pass (Chen et al. 2016)."""
+    the backward pass (Chen et al. 2016). selective keeps the outputs of matrix products and attention.
+    {budget: 0..1} lets the compiler choose. offload recomputes nothing: activations wait in host
+    memory (CUDA)."""
     compile: Annotated[Literal["off", "blocks", "model"], BeforeValidator(_off_is_a_word)] = "off"
     """torch.compile of each transformer block (one compilation, reused) or of the whole model."""
     loss: Literal["full", "chunked"] = "full"
@@ -46,22 +58,88 @@ class VariantParams(Section):
     micro-batch never exist."""
     loss_chunk_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at one time when loss is chunked."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw_8bit: AdamW's moments in 8 bits (torchao). muon: momentum made orthogonal for the blocks'
+    matrices, AdamW for embeddings, head and norms; it trains otherwise than AdamW, not only leaner."""
+    optimizer_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free the gradient: all gradients
+    never exist at one time."""
 
     def accumulation_steps(self, global_batch_size: int) -> int:
         """Micro-batches in one optimizer step."""
         return global_batch_size // self.micro_batch_size
 
-    def conflicts(self, global_batch_size: int | None, device: str | None) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.recompute, MemoryBudget) and self.compile == "off":
+            yield (
+                "recompute",
+                "{budget: …} is carried out by the compiler; set compile: blocks, or use selective",
+            )
+        if self.recompute == "offload" and self.compile != "off":
+            yield (
+                "recompute",
+                "offload moves tensors as autograd saves them, and a compiled graph saves its own; "
+                "set compile: off, or use {budget: …}",
+            )
+        if self.optimizer != "adamw" and self.precision == "bf16":
+            yield (
+                "optimizer",
+                f"{self.optimizer} does not round bf16 weights stochastically; use adamw with "
+                "precision bf16, or keep fp32 weights with amp_bf16",
+            )
+        if self.optimizer_in_backward:
+            if self.precision == "amp_fp16":
+                yield (
+                    "optimizer_in_backward",
+                    "a GradScaler must see all gradients before any update; use amp_bf16 or fp32",
+                )
+            if self.optimizer == "muon":
+                yield ("optimizer_in_backward", "works with adamw and adamw_8bit; muon has two optimizers")
+
+    def conflicts(
+        self, training: TrainingParams | None, hardware: HardwareParams | None
+    ) -> Iterator[tuple[str, str]]:
         """Rules against other sections; None where that section itself could not be read."""
-        if global_batch_size is not None and global_batch_size % self.micro_batch_size:
+        if training is not None:
+            yield from self._conflicts_with_training(training)
+        if hardware is not None and hardware.device == "cpu":
+            yield from self._conflicts_with_cpu()
+
+    def _conflicts_with_training(self, training: TrainingParams) -> Iterator[tuple[str, str]]:
+        global_batch_size = training.global_batch_size
+        if global_batch_size % self.micro_batch_size:
             yield (
                 "micro_batch_size",
                 f"{self.micro_batch_size} does not divide training.global_batch_size "
                 f"{global_batch_size}; use {one_of(divisors(global_batch_size))}",
             )
-        if self.precision == "tf32" and device == "cpu":
+        elif self.optimizer_in_backward and self.accumulation_steps(global_batch_size) > 1:
+            yield (
+                "optimizer_in_backward",
+                f"micro_batch_size {self.micro_batch_size} accumulates over "
+                f"{self.accumulation_steps(global_batch_size)} micro-batches, so gradients must be kept; "
+                f"use micro_batch_size {global_batch_size}",
+            )
+        if self.optimizer_in_backward and training.max_grad_norm is not None:
+            yield (
+                "optimizer_in_backward",
+                "clipping by training.max_grad_norm needs all gradients at one time; set it to null for "
+                "every variant, or switch this off",
+            )
+
+    def _conflicts_with_cpu(self) -> Iterator[tuple[str, str]]:
+        needs = {
+            "tf32": "is a mode of NVIDIA's tensor cores (compute capability 8.0 or newer)",
+            "fp8": "needs NVIDIA's 8-bit tensor cores (compute capability 8.9 or newer)",
+        }
+        if self.precision in needs:
             yield (
                 "precision",
-                "tf32 is a mode of NVIDIA's tensor cores (compute capability 8.0 or newer) and "
-                "hardware.device is cpu; use fp32 or amp_bf16",
+                f"{self.precision} {needs[self.precision]} and hardware.device is cpu; use fp32 or amp_bf16",
+            )
+        if self.recompute == "offload":
+            yield (
+                "recompute",
+                "offload moves activations from the GPU to host memory and hardware.device is cpu; "
+                "use every_block or selective",
             )

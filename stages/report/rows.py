@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from stages.params import BlockGroups, Params
+from stages.params import BlockGroups, MemoryBudget, Params
 from stages.report.bootstrap import PairedDifference, paired_bootstrap
 from stages.report.inputs import Device, VariantFiles, VariantResults, read_variant
 
@@ -143,8 +143,14 @@ def _row(params: Params, variant: str, result: VariantResults, reference: Varian
     )
 
 
-def _recompute_word(recompute: str | BlockGroups) -> str:
-    return recompute if isinstance(recompute, str) else f"every_{recompute.every_n_blocks}_blocks"
+def _recompute_word(recompute: str | BlockGroups | MemoryBudget) -> str:
+    match recompute:
+        case BlockGroups(every_n_blocks=n):
+            return f"every_{n}_blocks"
+        case MemoryBudget(budget=share):
+            return f"budget_{share:g}"
+        case _:
+            return recompute
 
 
 def _check_params(params: Params, variant: str, result: VariantResults) -> None:
