@@ -99,7 +99,7 @@ def _document_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor
 def _document_attention_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Attention output [B, S, H, E] and the softmax's log-sum-exp [B, S, H]."""
     B, S, H, E = q.shape
-    out, logsumexp = q.new_empty(B, S, H, E), q.new_empty((B, S, H), dtype=torch.float32)
+    out, logsumexp = q.new_empty(B, S, H, E), q.new_empty((B, S, H), dtype=_accumulation_dtype(q))
     for rows, positions in _pieces(cu_seqlens, S):
         at = (slice(*rows), slice(*positions))
         piece_out, piece_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -128,6 +128,10 @@ def _document_attention_backward_cpu(
     return grads
 
 
+def _accumulation_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
 def _pieces(cu_seqlens: Tensor, row_length: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """(first and last row, first and last position) of every piece one kernel call can do.
 
@@ -151,7 +155,7 @@ def _pieces(cu_seqlens: Tensor, row_length: int) -> Iterator[tuple[tuple[int, in
 
 @_document_attention_cpu.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_accumulation_dtype(q))
 
 
 @_document_attention_backward_cpu.register_fake

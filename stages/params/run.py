@@ -84,10 +84,11 @@ class TrainingParams(Section):
         return -(-self.token_budget // (self.global_batch_size * self.sequence_length))
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.warmup_steps >= self.num_steps:
+        # One step to peak at and one to end on.
+        if self.warmup_steps > max(self.num_steps - 2, 0):
             yield (
                 "warmup_steps",
-                f"{self.warmup_steps} is not less than the {self.num_steps} steps that "
+                f"{self.warmup_steps} leaves nothing of the {self.num_steps} steps that "
                 f"training.token_budget {self.token_budget} makes; lower it or raise the budget",
             )
 

@@ -1,5 +1,6 @@
 """torch.compile: which part of the model is handed to the compiler."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -16,6 +17,9 @@ def apply_compile(model: Llama, variant: VariantParams) -> None:
     names, without `_orig_mod`. Blocks are alike, so `blocks` compiles one and reuses it; `model` gives
     the compiler everything but the loss, at a cost that grows with the number of layers.
     """
+    if variant.recompute == "selective":
+        # At every compilation it warns of in-place operations in recomputed regions; blocks have none.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if variant.compile == "blocks":
         for block in model.layers:
             block.compile(dynamic=False)
@@ -32,9 +36,11 @@ def mark_dynamic_documents(cu_seqlens: torch.Tensor | None, variant: VariantPara
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Keep compiled kernels in `folder`, so that a second run starts warm.
+    """Keep compiled graphs and kernels in `folder`, so that a second run starts warm.
 
-    Must be called before the first compilation. A folder the user named in the environment wins.
+    Must be called before the first compilation. A folder the user named in the environment wins. What is
+    compiled is found again by a hash of the traced graph, the compiler's settings (the memory budget
+    among them) and torch's version; tracing itself is done in every run.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))

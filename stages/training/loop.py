@@ -65,7 +65,8 @@ def training_rows(
     device = state.model.embed_tokens.weight.device
     timer = measurements.timer
     first_step, tokens_at_row = state.step, state.tokens
-    steps_at_row = state.step
+    # A run that stopped between two rows goes on with the sum of losses it had.
+    steps_at_row = state.step - state.step % training.log_every_steps
     timer.start(time.perf_counter(), state.step)
     while state.step < training.num_steps:
         indices = order.indices(state.step).reshape(-1, variant.micro_batch_size)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stages.model.llama import Llama
 from stages.params import VariantParams
+from stages.training.fp8 import apply_fp8
 
 
 class PrecisionError(RuntimeError):
@@ -29,6 +31,8 @@ class PrecisionPolicy:
     autocast_dtype: torch.dtype | None
     """What matrix products run in; None: in the weights' own type."""
     needs_scaler: bool
+    weights_dtype: torch.dtype = torch.float32
+    """What weights, and with them gradients and optimizer states, are kept in."""
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -50,20 +54,49 @@ def precision_policy(variant: VariantParams, device: torch.device) -> PrecisionP
     """
     name = variant.precision
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if name in ("tf32", "amp_bf16") and capability < (8, 0):
+        capability, needed = torch.cuda.get_device_capability(device), _CAPABILITIES.get(name, (0, 0))
+        if capability < needed:
             raise PrecisionError(
-                f"precision {name} needs compute capability 8.0 (Ampere); "
+                f"precision {name} needs compute capability {needed[0]}.{needed[1]} ({_FAMILIES[needed]}); "
                 f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; "
-                "use amp_fp16 or fp32"
+                f"use {'amp_bf16 or fp32' if capability >= (8, 0) else 'amp_fp16 or fp32'}"
             )
-    elif name == "tf32":
+    elif name in ("tf32", "fp8"):
         raise PrecisionError(
-            f"precision tf32 is a mode of NVIDIA's tensor cores and training runs on {device.type}; "
+            f"precision {name} is a mode of NVIDIA's tensor cores and training runs on {device.type}; "
             "use fp32 or amp_bf16"
         )
-    dtypes = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
-    return PrecisionPolicy(name, device.type, dtypes.get(name), needs_scaler=name == "amp_fp16")
+    autocast_dtypes = {"amp_bf16": torch.bfloat16, "fp8": torch.bfloat16, "amp_fp16": torch.float16}
+    return PrecisionPolicy(
+        name,
+        device.type,
+        autocast_dtypes.get(name),
+        needs_scaler=name == "amp_fp16",
+        weights_dtype=torch.bfloat16 if name == "bf16" else torch.float32,
+    )
+
+
+_CAPABILITIES = {"tf32": (8, 0), "amp_bf16": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+_FAMILIES = {(8, 0): "Ampere", (8, 9): "Ada, Hopper"}
+
+
+def apply_precision(model: Llama, policy: PrecisionPolicy) -> None:
+    """Put the weights in the policy's type, and for fp8 the blocks' products in 8 bits.
+
+    After the weights are there and before recompute and compilation. `Parameter` objects stay the same,
+    so an optimizer that holds them stays valid, and a tied head stays tied. Buffers are not cast: rotary
+    tables are kept in fp32 and cast at use.
+
+    Raises:
+        PrecisionError: fp8 and the model has a matrix that 8-bit products cannot take.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(policy.weights_dtype)
+    if policy.name == "fp8":
+        try:
+            apply_fp8(model)
+        except ValueError as error:
+            raise PrecisionError(str(error)) from None
 
 
 def set_float32_matmul(name: str, device: torch.device) -> str:

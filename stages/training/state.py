@@ -8,7 +8,7 @@ from torch import Tensor
 from stages.model.llama import Llama
 from stages.params import Params
 from stages.training.optimizer import make_optimizer
-from stages.training.precision import PrecisionPolicy, precision_policy
+from stages.training.precision import PrecisionPolicy, apply_precision, precision_policy
 from stages.training.schedule import WarmupCosine
 
 
@@ -37,8 +37,9 @@ def initial_state(params: Params, variant: str, device: torch.device) -> tuple[T
     model = Llama(params.model, params.tokenizer.vocab_size)
     model.initialise(params.seed)
     model.to(device)
+    apply_precision(model, policy)
     schedule = WarmupCosine(params.training, device)
-    optimizer = make_optimizer(model, params.training, schedule.learning_rate)
+    optimizer = make_optimizer(model, params.training, schedule.learning_rate, params.variants[variant])
     state = TrainState(model, optimizer, schedule, policy.make_scaler())
     state.skipped_steps = state.skipped_steps.to(device)
     state.loss_since_row = state.loss_since_row.to(device)

@@ -10,6 +10,7 @@ from stages.data.sequences import MicroBatch
 from stages.model.loss import chunked_loss, full_loss
 from stages.params import TrainingParams, VariantParams
 from stages.training.compilation import mark_dynamic_documents
+from stages.training.optimizer_in_backward import OptimizerInBackward
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
 
@@ -65,10 +66,13 @@ def train_step(
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # The norm that is clipped must be that of the true gradients, so the scale comes off first.
-    scaler.unscale_(optimizer)
-    max_norm = training.max_grad_norm if training.max_grad_norm is not None else float("inf")
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(optimizer, OptimizerInBackward):
+        grad_norm = optimizer.grad_norm()  # the gradients are used and gone
+    else:
+        # The norm that is clipped must be that of the true gradients, so the scale comes off first.
+        scaler.unscale_(optimizer)
+        max_norm = training.max_grad_norm if training.max_grad_norm is not None else float("inf")
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).float()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

@@ -48,7 +48,7 @@ def hugging_face_twin(model: Llama) -> LlamaForCausalLM:
     if model.params.tie_word_embeddings:  # one matrix there as well, under two names in its state dict
         weights = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
     twin.load_state_dict(weights, strict=True)
-    return twin.to(model.embed_tokens.weight.dtype)
+    return twin
 
 
 def tokens(*shape: int, seed: int = 1, vocab_size: int = VOCAB) -> torch.Tensor:

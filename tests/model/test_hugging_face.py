@@ -103,7 +103,7 @@ def test_config_says_everything(tied: bool) -> None:
         "head_dim",
     ):
         assert getattr(config, key) == getattr(params, key), key
-    assert config.rope_parameters["rope_theta"] == params.rope_theta
+    assert config.to_dict()["rope_parameters"]["rope_theta"] == params.rope_theta
     assert config.vocab_size == VOCAB
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 1, 2)
     assert not (config.attention_bias or config.mlp_bias)

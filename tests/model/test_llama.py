@@ -26,7 +26,7 @@ SHAPES = {
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 19, 32], dtype=torch.int32)
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+@pytest.fixture(params=[*SHAPES.values()], ids=[*SHAPES])
 def shape(request: pytest.FixtureRequest) -> ModelParams:
     params: ModelParams = request.param
     return params
@@ -198,8 +198,13 @@ def test_autocast_stores_a_norms_output_once_for_all_its_projections() -> None:
     model = small_llama(params)
     saved: list[torch.Tensor] = []
     ids = tokens(3, 17)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", dtype=torch.bfloat16),
     ):
         model(ids)

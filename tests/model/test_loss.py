@@ -40,7 +40,8 @@ def exact(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
         if target != IGNORE_INDEX
     ]
     loss = torch.stack(counted).sum() if counted else 0 * log_probabilities.sum()
-    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    hidden_grad, weight_grad = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), hidden_grad, weight_grad
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,6 +154,29 @@ def test_fp16_needs_the_scale_inside() -> None:
     assert min(errors(1 / target_tokens)) > 0.05  # without the scale most of the softmax is lost
 
 
+def test_fp16_keeps_the_unlikely_tokens_only_when_scaled() -> None:
+    """A model that is sure: most of softmax is below 6e-8, yet those rows have a gradient."""
+    hidden, weight, targets = problem(1, 12, 16, 60, ignored=0)
+    with torch.no_grad():
+        weight /= weight.norm(dim=1, keepdim=True)
+        hidden.copy_(25 * weight[targets])
+    _, _, expected = exact(hidden, weight, targets)
+
+    def weight_grad(expected_grad: float) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = chunked_loss(hidden, weight, targets, chunk_tokens=16, expected_grad=expected_grad)
+        (gradient,) = torch.autograd.grad(loss * 65536.0, weight)
+        return gradient / 65536.0
+
+    kept, lost = weight_grad(65536.0), weight_grad(1.0)
+    assert kept.isfinite().all()
+    size = expected.norm(dim=1)
+    tiny = (size > 1e-10) & (size < 1e-7)
+    assert tiny.sum() >= 3, "the test's data must have such rows"
+    assert relative_error(kept[tiny], expected[tiny]) < 0.05
+    assert relative_error(lost[tiny], expected[tiny]) > 0.2
+
+
 def test_a_second_backward_is_refused_and_not_wrong() -> None:
     """Backward scales the gradients in place, so they can be used once."""
     hidden, weight, targets = problem(1, 6, 4, 10)
@@ -234,20 +258,20 @@ def test_torchs_own_gives_no_gradients_under_fp16_scaling() -> None:
     scale = 65536.0
 
     def gradients(own: bool) -> tuple[Tensor, ...]:
-        leaves = [t.detach().half().requires_grad_() for t in (hidden, weight)]
+        hidden_16, weight_16 = (t.detach().half().requires_grad_() for t in (hidden, weight))
         if own:
             expected_grad = scale / targets.numel()
-            loss = chunked_loss(*leaves, targets, chunk_tokens=256, expected_grad=expected_grad)  # type: ignore[misc]
+            loss = chunked_loss(hidden_16, weight_16, targets, chunk_tokens=256, expected_grad=expected_grad)
             loss = loss / targets.numel()
         else:
             loss = F.linear_cross_entropy(
-                leaves[0].flatten(0, 1),
-                leaves[1],
+                hidden_16.flatten(0, 1),
+                weight_16,
                 targets.flatten(),
                 options=torch.nn.LinearCrossEntropyOptions(),  # type: ignore[attr-defined]
             )
         # GradScaler multiplies in fp32; the gradient is handed back in the loss's type.
-        return torch.autograd.grad(loss.float() * scale, leaves)
+        return torch.autograd.grad(loss.float() * scale, (hidden_16, weight_16))
 
     theirs = gradients(own=False)
     assert not any(gradient.isfinite().any() for gradient in theirs)

@@ -25,7 +25,7 @@ GLOBAL_BATCH_SIZE = 8
 
 
 def small_params(variant: dict[str, Any] | None = None, /, **training: Any) -> Params:
-    """Params with one variant, `v`; keys of `model` go to the model, `seed` is the seed, others to training."""
+    """Params with one variant, `v`. `model` changes the model's, `seed` the seed, all others training's."""
     model = {
         "hidden_size": 32,
         "num_hidden_layers": 2,

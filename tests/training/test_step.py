@@ -1,5 +1,6 @@
 """The train step against a plain PyTorch loop, and against itself cut into other micro-batches."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def _documents(batch: MicroBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     B, S = batch.input_ids_BS.shape
     starts = list(range(0, B * S + 1, S)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, targets = batch.input_ids_BS.flatten(), batch.targets_BS.flatten()
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in itertools.pairwise(starts):
         if (targets[start:end] != IGNORE_INDEX).any():
             yield ids[start:end], targets[start:end]
 
