@@ -54,6 +54,30 @@ def test_a_plan_does_not_depend_on_the_other_variants(project: Path) -> None:
     assert Path("results/plan/frugal.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        "precision: bf16",
+        "precision: amp_fp16\n    recompute: selective",
+        "compile: blocks\n    recompute: {budget: 0.5}",
+        "optimizer: adamw_8bit\n    recompute: {every_n_blocks: 2}",
+        "optimizer: muon\n    loss: chunked",
+    ],
+)
+def test_plans_every_technique(techniques: str, project: Path) -> None:
+    text = (project / "params.yaml").read_text()
+    whole_batch = load_params().training.global_batch_size
+    text += f"  leaner:\n    micro_batch_size: {whole_batch}\n    {techniques}\n"
+    (project / "params.yaml").write_text(text)
+    assert main(["leaner"]) == 0
+    leaner = json.loads(Path("results/plan/leaner.json").read_text())
+    assert sum(leaner["components"].values()) == leaner["predicted_peak_memory_bytes"]
+    main(["baseline"])
+    baseline = json.loads(Path("results/plan/baseline.json").read_text())
+    assert leaner["predicted_peak_memory_bytes"] < baseline["predicted_peak_memory_bytes"]
+    assert leaner["step_model_flops"] == baseline["step_model_flops"], "recomputed work is not counted"
+
+
 def test_without_a_variant_prints_all_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out

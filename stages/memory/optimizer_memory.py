@@ -8,7 +8,7 @@ from stages.memory.block_activations import FP32, Formats
 from stages.params import ModelParams, VariantParams
 
 QUANTIZED_MIN_NUMBERS = 4096
-"""Smaller tensors, and vectors, keep fp32 moments (stages/training/low_precision_adamw.py)."""
+"""Smaller matrices, and vectors, keep moments in the weights' type (low_precision_adamw.py)."""
 QUANTIZED_BLOCK = 256
 """Numbers of a row that share one fp32 scale (stages/training/blockwise_quantization.py)."""
 PIECE_NUMBERS = {"cpu": 2**16, "cuda": 2**22}
@@ -38,7 +38,7 @@ def optimizer_memory(
     temporaries. Pure bf16 works in fp32 on a piece of a parameter at a time, to round stochastically.
 
     adamw_8bit: one byte a moment and one fp32 scale for 256 of a row (Dettmers et al. 2022) for matrices
-    of at least 4096 numbers, fp32 moments for the rest; a piece at a time as well.
+    of at least 4096 numbers, moments in the weights' type for the rest; a piece at a time as well.
 
     muon: one fp32 momentum for the matrices of the blocks, AdamW for the rest (Jordan et al. 2024). The
     largest matrix is updated with four fp32 temporaries of its size: new momentum, orthogonal update,
@@ -59,7 +59,8 @@ def optimizer_memory(
         state = FP32 * matrix_numbers + 2 * FP32 * (numbers - matrix_numbers)
         return OptimizerMemory(state, 4 * FP32 * largest, 4 * FP32 * largest)
     if variant.optimizer == "adamw_8bit":
-        state = 2 * sum(_quantized_bytes(shape) for shape in matrices) + 2 * FP32 * gains
+        state = 2 * sum(_quantized_bytes(shape, formats.weight) for shape in matrices)
+        state += 2 * formats.weight * gains
     elif variant.precision == "bf16":
         state = 2 * formats.weight * numbers
     else:
@@ -76,11 +77,11 @@ def block_matrices(model: ModelParams) -> Iterator[Shape]:
     yield D, F
 
 
-def _quantized_bytes(shape: Shape) -> int:
+def _quantized_bytes(shape: Shape, weight_bytes: int) -> int:
     """One moment of a matrix under adamw_8bit."""
     rows, columns = shape
     if rows * columns < QUANTIZED_MIN_NUMBERS:
-        return FP32 * rows * columns
+        return weight_bytes * rows * columns
     return rows * columns + FP32 * rows * -(-columns // QUANTIZED_BLOCK)
 
 

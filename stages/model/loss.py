@@ -79,7 +79,8 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight = weight_VD.to(dtype)
     hidden_grad_TD = torch.empty_like(hidden_TD)
-    weight_grad_VD = torch.zeros_like(weight_VD)
+    # In fp32 also for bf16 weights: a sum over chunks in bf16 loses a bit with every doubling of their number.
+    weight_grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     total = hidden_TD.new_zeros((), dtype=torch.float32)
     for start in range(0, hidden_TD.shape[0], chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
@@ -96,7 +97,7 @@ def _loss_and_gradients(
         hidden_grad_TD[chunk] = gradient @ weight
         weight_grad_VD += gradient.T @ hidden
         del logits, gradient  # or they would stand beside the next chunk's
-    return total, hidden_grad_TD, weight_grad_VD
+    return total, hidden_grad_TD, weight_grad_VD.to(weight_VD.dtype)
 
 
 @torch.no_grad()

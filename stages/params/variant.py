@@ -59,8 +59,9 @@ class VariantParams(Section):
     loss_chunk_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at one time when loss is chunked."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw_8bit: AdamW's moments in 8 bits (torchao). muon: momentum made orthogonal for the blocks'
-    matrices, AdamW for embeddings, head and norms; it trains otherwise than AdamW, not only leaner."""
+    """adamw_8bit: AdamW's moments in 8 bits, block by block (Dettmers et al. 2022). muon: momentum made
+    orthogonal for the blocks' matrices, AdamW for embeddings, head and norms; it trains otherwise than
+    AdamW, not only leaner."""
     optimizer_in_backward: bool = False
     """Update each parameter as soon as its gradient is there, and free the gradient: all gradients
     never exist at one time."""
@@ -81,11 +82,11 @@ class VariantParams(Section):
                 "offload moves tensors as autograd saves them, and a compiled graph saves its own; "
                 "set compile: off, or use {budget: …}",
             )
-        if self.optimizer != "adamw" and self.precision == "bf16":
+        if self.optimizer == "muon" and self.precision == "bf16":
             yield (
                 "optimizer",
-                f"{self.optimizer} does not round bf16 weights stochastically; use adamw with "
-                "precision bf16, or keep fp32 weights with amp_bf16",
+                "muon does not round bf16 weights stochastically, and small updates would vanish; use "
+                "adamw or adamw_8bit with precision bf16, or muon with amp_bf16",
             )
         if self.optimizer_in_backward:
             if self.precision == "amp_fp16":

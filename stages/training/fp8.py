@@ -59,7 +59,7 @@ def apply_fp8(model: Llama) -> int:
         raise ValueError("; ".join(problems))
     linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
     for linear in linears:
-        linear.forward = _fp8_forward(linear)  # type: ignore[method-assign]
+        linear.forward = _fp8_forward(linear)  # type: ignore[method-assign,assignment]
     return len(linears)
 
 

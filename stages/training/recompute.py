@@ -3,10 +3,13 @@
 | policy | what is kept of a block | what backward does again |
 | --- | --- | --- |
 | none | everything autograd saves | nothing |
-| every_block, every_n_blocks | its input (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost") | the block |
-| selective | outputs of matrix products and attention (Korthikanti et al. 2022 keep the same by hand) | norms, rotary, SwiGLU |
+| every_block, every_n_blocks | its input | the block |
+| selective | its input, outputs of matrix products and attention | norms, rotary, SwiGLU, casts |
 | {budget: x} | what the compiler's partitioner chooses | what is cheapest in FLOPs |
 | offload | everything, in host memory (offload.py) | nothing |
+
+Blocks: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". Selective, of other outputs:
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 
 Always the non-reentrant checkpoint: the reentrant one cannot be compiled, ignores inputs that need no
 gradient and runs a second autograd graph.
@@ -15,7 +18,6 @@ gradient and runs a second autograd graph.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -33,8 +35,9 @@ def apply_recompute(model: Llama, variant: VariantParams) -> int:
 
     `{budget: x}` changes no block: it sets the process-wide `activation_memory_budget` that the compiler
     reads when it splits forward from backward (torch/_functorch/config.py); every other policy sets it
-    back to 1. A block that this process has compiled before keeps the budget of that time. Below 1 it gives wrong gradients where a graph holds dropout (pytorch#190758); this model
-    has none, and must not get any while that stands.
+    back to 1. A block that this process has compiled before keeps the budget of that time. Below 1 the
+    gradients are wrong where a graph holds dropout (pytorch#190758): this model has none, and must not
+    get any while that stands.
     """
     _set_memory_budget(variant.recompute.budget if isinstance(variant.recompute, MemoryBudget) else 1.0)
     if variant.recompute == "none":

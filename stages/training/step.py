@@ -71,8 +71,7 @@ def train_step(
     else:
         # The norm that is clipped must be that of the true gradients, so the scale comes off first.
         scaler.unscale_(optimizer)
-        max_norm = training.max_grad_norm if training.max_grad_norm is not None else float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).float()
+        grad_norm = _clip_gradients(model, training.max_grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -85,6 +84,19 @@ def train_step(
     state.step += 1
     state.tokens += sum(batch.input_tokens for batch in micro_batches)
     return StepOutcome(loss, grad_norm, skipped)
+
+
+def _clip_gradients(model: torch.nn.Module, max_norm: float | None) -> Tensor:
+    """Scale all gradients down to the global L2 norm `max_norm`; returns the norm they had.
+
+    The norm is taken in fp32 also of bf16 gradients: `clip_grad_norm_` would round it to 8 bits.
+    """
+    parameters = list(model.parameters())
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], 2, torch.float32)
+    grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm)
+    return grad_norm
 
 
 def _scale(scaler: torch.amp.GradScaler, model: torch.nn.Module) -> Tensor:

@@ -142,7 +142,7 @@ def test_valid_params() -> None:
         ),
         (
             {"training.warmup_steps": 489},
-            "training.warmup_steps: 489 is not less than the 489 steps that training.token_budget "
+            "training.warmup_steps: 489 leaves nothing of the 489 steps that training.token_budget "
             "1000000 makes; lower it or raise the budget",
         ),
         # rules between sections

@@ -23,10 +23,17 @@ def copy(finished: Repository, tmp_path: Path) -> Repository:
     return finished.copy_to(tmp_path / "repository")
 
 
+@pytest.fixture(scope="session")
+def finished_baseline(finished: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    """Every variant but the first is removed, compared again and committed. Only to be read."""
+    repository = finished.copy_to(tmp_path_factory.mktemp("baseline") / "repository")
+    repository.keep_variants("baseline")
+    assert repository.repro() == {"compare"}
+    repository.commit("one variant")
+    return repository
+
+
 @pytest.fixture
-def baseline_only(copy: Repository) -> Repository:
-    """A copy in which every variant but the first is removed, compared and committed."""
-    copy.keep_variants("baseline")
-    assert copy.repro() == {"compare"}
-    copy.commit("one variant")
-    return copy
+def baseline_only(finished_baseline: Repository, tmp_path: Path) -> Repository:
+    """The repository of one variant, to be changed."""
+    return finished_baseline.copy_to(tmp_path / "repository")

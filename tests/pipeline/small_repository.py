@@ -143,10 +143,12 @@ def _shrink(params: dict[str, Any]) -> None:
         "intermediate_size": 64,
         "max_position_embeddings": 64,
     }
+    whole_batch = params["training"]["global_batch_size"]
     params["training"] |= {
         "sequence_length": 32,
         "global_batch_size": 4,
         "token_budget": 32 * 4 * 6,
+        "learning_rate": 0.004,
         "warmup_steps": 2,
         "log_every_steps": 2,
     }
@@ -154,4 +156,4 @@ def _shrink(params: dict[str, Any]) -> None:
     params["evaluation"]["samples"] |= {"prompts": ["a"], "max_new_tokens": 5}
     params["hardware"]["device"] = "cpu"
     for variant in params["variants"].values():
-        variant["micro_batch_size"] = 4 if variant["micro_batch_size"] == 16 else 2
+        variant["micro_batch_size"] = 4 if variant["micro_batch_size"] == whole_batch else 2

@@ -98,10 +98,10 @@ def test_a_new_variant_needs_an_entry_and_nothing_else(copy: Repository) -> None
     assert [row["variant"] for row in _rows(copy)] == [*VARIANTS, "tiny_batches"]
 
 
-def test_a_removed_variant_leaves_the_comparison(baseline_only: Repository) -> None:
-    assert (baseline_only.root / "results/evaluate/frugal.json").exists()
-    assert [row["variant"] for row in _rows(baseline_only)] == ["baseline"]
-    assert "frugal" not in (baseline_only.root / "results/report.md").read_text()
+def test_a_removed_variant_leaves_the_comparison(finished_baseline: Repository) -> None:
+    assert (finished_baseline.root / "results/evaluate/frugal.json").exists()
+    assert [row["variant"] for row in _rows(finished_baseline)] == ["baseline"]
+    assert "frugal" not in (finished_baseline.root / "results/report.md").read_text()
 
 
 def test_another_report_trains_nothing(copy: Repository) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-import torch
 
 
 @pytest.fixture

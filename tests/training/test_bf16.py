@@ -61,7 +61,7 @@ def test_everything_in_the_blocks_is_bf16() -> None:
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_loss_and_gradients_against_fp64(loss: str, packed: bool) -> None:
+def test_loss_and_gradients_against_fp32(loss: str, packed: bool) -> None:
     cu_seqlens = DOCUMENTS if packed else None
 
     def backward(model):  # type: ignore[no-untyped-def]
@@ -74,14 +74,13 @@ def test_loss_and_gradients_against_fp64(loss: str, packed: bool) -> None:
         (total / IDS.numel()).backward()
         return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    model, exact = small_llama(small_params(initializer_range=0.1)), small_llama(small_params())
+    model, exact = small_llama(small_params()), small_llama(small_params())
     for each in (model, exact):
         with torch.no_grad():
             for parameter in each.parameters():
                 parameter.mul_(0.3 if parameter.dim() == 2 else 1.0)
     apply_precision(model, policy())
     exact.load_state_dict(model.state_dict())  # the same rounded weights
-    exact.double()
     found_loss, found = backward(model)
     expected_loss, expected = backward(exact)
     assert found_loss.dtype is torch.float32, "a sum over thousands of tokens has no room in 8 bits"
