@@ -79,7 +79,7 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight = weight_VD.to(dtype)
     hidden_grad_TD = torch.empty_like(hidden_TD)
-    # In fp32 also for bf16 weights: a sum over chunks in bf16 loses a bit with every doubling of their number.
+    # In fp32 also for bf16 weights: a bf16 sum over many chunks would lose what each adds.
     weight_grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     total = hidden_TD.new_zeros((), dtype=torch.float32)
     for start in range(0, hidden_TD.shape[0], chunk_tokens):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
+from torch._functorch import config as compiler_config
 
 from stages.params import BlockGroups, MemoryBudget, Params, ParamsError, TrainingParams, VariantParams
 from stages.training.compilation import apply_compile
@@ -86,6 +87,7 @@ def as_it_was() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(matmul)
+    compiler_config.activation_memory_budget = 1.0  # type: ignore[attr-defined]
 
 
 def read(settings: Settings) -> Params:
