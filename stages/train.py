@@ -30,6 +30,7 @@ from stages.measure.throughput import StepTimer
 from stages.outs import out_folder, write_out
 from stages.params import Params, ParamsError, flatten, load_params
 from stages.progress import TrainingProgress
+from stages.report.style import LIGHT
 from stages.tracking import RunTracker, TokensDataset, project_root, provenance_tags, work_root
 from stages.training.checkpoint import save_checkpoint
 from stages.training.compilation import apply_compile, use_compile_cache
@@ -39,6 +40,7 @@ from stages.training.recompute import apply_recompute
 from stages.training.state import TrainState, initial_state
 
 TOKENS = Path("data/tokens")
+TOKENS_META = TOKENS / "meta.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,14 +64,21 @@ def train(params: Params, variant: str) -> None:
     use_compile_cache(project_root() / params.hardware.compile_cache)
     matmul_setting = set_float32_matmul(techniques.precision, device)
     ceiling = measure_matmul_flops_per_second(device, techniques.precision)
+    if techniques.recompute == "offload" and device.type == "cpu":
+        raise HardwareError(
+            "recompute: offload moves activations from the GPU to host memory and training runs on cpu; "
+            "use every_block or selective"
+        )
     sequences = _train_sequences(params)
     state, policy = initial_state(params, variant, device)
     apply_recompute(state.model, techniques)
     apply_compile(state.model, techniques)
 
     device_facts = describe_device(device)
-    fingerprint = train_fingerprint(params, variant, device.type, TOKENS / "meta.json")
+    fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
+    place = list(params.variants).index(variant)
     tags = provenance_tags() | {
+        "mlflow.runColor": LIGHT.colour(place),
         "variant": variant,
         "fingerprint": fingerprint,
         "device": device_facts.name,
@@ -150,6 +159,8 @@ def _train_sequences(params: Params) -> PackedSequences | PaddedSequences:
             f"{token_file.path} was made for tokenizer.vocab_size {token_file.vocab_size}, params.yaml says "
             f"{params.tokenizer.vocab_size}; run `dvc repro tokenize`"
         )
+    if not TOKENS_META.exists():
+        raise TokenFileError(f"{TOKENS_META}: no such file; run `dvc repro tokenize`")
     return make_sequences(token_file, params.training.sequences, params.training.sequence_length)
 
 
@@ -189,7 +200,7 @@ def _flat_params(params: Params, variant: str) -> dict[str, object]:
 
 
 def _dataset() -> TokensDataset:
-    meta = json.loads((TOKENS / "meta.json").read_text())
+    meta = json.loads(TOKENS_META.read_text())
     corpus, splits = meta["corpus"], meta["splits"]
     counts = {
         f"{split}_{key}": splits[split][key] for split in splits for key in ("documents", "tokens", "bytes")

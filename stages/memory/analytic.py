@@ -216,6 +216,6 @@ class _Step:
         chunk = min(self.variant.loss_chunk_tokens, T)
         log_sum_exp = 2 * FP32 * chunk * V
         product = (FP32 + sixteen_bit) * chunk * V + e * V * D
-        if self.formats.autocast and not self.on_cuda:
+        if sixteen_bit and not self.on_cuda:
             product += FP32 * V * D  # the CPU adds 16 bits to 32 by way of a copy
-        return w * V * D + w * T * D + max(log_sum_exp, product), 0
+        return FP32 * V * D + w * T * D + max(log_sum_exp, product), 0
