@@ -22,6 +22,7 @@ from stages.data.tokenizer import TokenizerError, decode, load_tokenizer
 from stages.evaluation.sampling import continue_tokens
 from stages.evaluation.validation_loss import DocumentLosses, document_losses
 from stages.measure.hardware import HardwareError, select_device
+from stages.measure.host_allocator import keep_freed_memory
 from stages.model.hugging_face import llama_config
 from stages.model.llama import Llama
 from stages.outs import out_folder, write_out
@@ -57,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
 def evaluate(params: Params, variant: str) -> None:
     """Write results/evaluate/VARIANT.* and hugging_face/VARIANT/."""
     device = select_device(params.hardware.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     set_float32_matmul("fp32", device)
     validation = TokenFile.open(TOKENS / "validation.safetensors")
     tokenizer = load_tokenizer(TOKENS / "tokenizer.json")

@@ -25,6 +25,7 @@ from stages.measure.hardware import (
     measure_matmul_flops_per_second,
     select_device,
 )
+from stages.measure.host_allocator import keep_freed_memory
 from stages.measure.peak_memory import peak_rss_bytes
 from stages.measure.throughput import StepTimer
 from stages.outs import out_folder, write_out
@@ -61,6 +62,8 @@ def train(params: Params, variant: str) -> None:
     """Train one variant from the first step to the last and publish its outs."""
     techniques = params.variants[variant]
     device = select_device(params.hardware.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     use_compile_cache(project_root() / params.hardware.compile_cache)
     matmul_setting = set_float32_matmul(techniques.precision, device)
     ceiling = measure_matmul_flops_per_second(device, techniques.precision)

@@ -132,7 +132,7 @@ _SHORTEST_RUN_SECONDS = 0.004
 
 
 def measure_matmul_flops_per_second(
-    device: torch.device, precision: Precision, budget_seconds: float = 0.3
+    device: torch.device, precision: Precision, budget_seconds: float = 1.0
 ) -> MatmulCeiling:
     """Time square matrix products in the number format of `precision`'s matrix products.
 
