@@ -56,22 +56,22 @@ def documents_of(batch: MicroBatch) -> int:
     ids=str,
 )
 def test_the_same_training(tmp_path: Path, changes: dict[str, Any], compilations: int) -> None:
-    """Losses over a whole epoch and more, with as many documents in a batch as it happens to hold."""
-    model = {"num_hidden_layers": 4}
-    off = prepared(tmp_path, small_params(changes | {"compile": "off", "micro_batch_size": 4}, model=model))
-    run = prepared(tmp_path, small_params(changes | {"micro_batch_size": 4}, model=model))
+    """Losses over 50 steps, many epochs, with as many documents in a batch as it happens to hold."""
+    settings = {"model": {"num_hidden_layers": 4}, "token_budget": 50 * 8 * 16}
+    off = prepared(tmp_path, small_params(changes | {"compile": "off", "micro_batch_size": 4}, **settings))
+    run = prepared(tmp_path, small_params(changes | {"micro_batch_size": 4}, **settings))
     assert len({documents_of(batch) for step in range(10) for batch in run.micro_batches(step)}) > 3
     half = changes.get("precision", "fp32") != "fp32"
     with CompileWatch() as watch:
-        for _ in range(10):
+        for _ in range(50):
             expected = float(off.step().loss)
             # 16-bit intermediates that the compiler fuses away are not rounded, so AMP may differ more.
-            assert float(run.step().loss) == pytest.approx(expected, rel=5e-3 if half else 1e-5)
+            assert float(run.step().loss) == pytest.approx(expected, rel=2e-2 if half else 1e-4)
             watch.mark_steady()
     assert watch.compilations == compilations, "blocks of one kind must share one compilation"
     assert watch.recompiles == 0, "the number of documents must not matter"
     assert watch.compile_seconds > 0
-    assert distance(weights(run.state), weights(off.state)) < (0.05 if half else 1e-4)
+    assert distance(weights(run.state), weights(off.state)) < (0.1 if half else 1e-3)
 
 
 @pytest.mark.slow

@@ -159,6 +159,15 @@ def test_micro_batches_do_not_change_the_gradients(
         assert distance(pieces, whole) < 2e-6, micro_batch_size
 
 
+@pytest.mark.parametrize("sequences", ["packed", "padded"])
+def test_32_at_once_are_8_by_4_are_32_by_1(tmp_path: Path, sequences: str) -> None:
+    """Of the 23 padded documents the batch is ragged: its last 9 rows are FILLER."""
+    settings = {"sequences": sequences, "global_batch_size": 32, "token_budget": 5 * 32 * 16}
+    whole = accumulated(tmp_path, 32, 0, **settings)
+    for micro_batch_size in (4, 1):
+        assert distance(accumulated(tmp_path, micro_batch_size, 0, **settings), whole) < 2e-6
+
+
 def test_the_mean_of_means_is_another_gradient(tmp_path: Path) -> None:
     """What the step must not do, and proof that the batches above can tell."""
     params = small_params({"micro_batch_size": 1}, sequences="padded", max_grad_norm=None)
