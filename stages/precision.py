@@ -5,10 +5,9 @@ device can do with it, and how it rounds. docs/precision.md explains the tables.
 """
 
 import argparse
-import contextlib
+import hashlib
 import json
 import math
-import os
 import string
 import sys
 import textwrap
@@ -16,10 +15,6 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
-# Read once, when torch loads OpenMP. Threads that spin while they wait make a small product on a
-# busy machine some hundred times slower than it is.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from rich import box
@@ -29,6 +24,9 @@ from rich.table import Table
 from stages.measure.format_support import YES, measure_speed, try_format
 from stages.measure.hardware import Device, HardwareError, MatmulCeiling, describe_device, select_device
 from stages.measure.number_formats import NUMBER_FORMATS, NumberFormat, limits, measure_rounding
+from stages.outs import write_out
+from stages.params import ParamsError, TrackingParams, load_params
+from stages.tracking import RunTracker, provenance_tags, work_root
 
 _WIDTH = 120
 _OPERATIONS = {
@@ -54,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (HardwareError, PrecisionLabError) as error:
         print(error, file=sys.stderr)
         return 1
-    # `report` is complete and on disk: the place to log it to MLflow.
     print_report(report)
+    track(report, options.output)
     print(f"Written to {options.output}.")
     return 0
 
@@ -76,17 +74,40 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     Raises:
         PrecisionLabError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_out(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise PrecisionLabError(
             f"--output: {path} cannot be written ({error.strerror}); name a file in a folder that can"
         ) from None
+
+
+def track(report: dict[str, Any], path: Path) -> None:
+    """Make a run in MLflow with the file and the speeds."""
+    identity = json.dumps([report["device"], report["torch"]], sort_keys=True)
+    speeds = {
+        f"matmul_tflops.{row['name'].replace(' ', '_')}": row["matmul"]["tflops_per_second"]
+        for row in report["formats"]
+        if row["matmul"] is not None
+    }
+    with RunTracker(
+        work_root(),
+        "precision-lab",  # a name that no variant can have
+        hashlib.sha256(identity.encode()).hexdigest(),
+        _experiment(),
+        {},
+        provenance_tags() | {"device": report["device"]["name"]},
+    ) as tracker:
+        tracker.log_summary(speeds)
+        tracker.log_artifacts([path])
+
+
+def _experiment() -> str:
+    """Where the training runs are too; the lab itself needs no params file."""
+    try:
+        return load_params().tracking.experiment
+    except ParamsError:
+        return TrackingParams().experiment
 
 
 def _row(number_format: NumberFormat, device: torch.device, seconds_per_product: float) -> dict[str, Any]:

@@ -8,10 +8,13 @@ import argparse
 import csv
 import io
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch import OutOfMemoryError
 
 from stages.data.sequences import PackedSequences, PaddedSequences, SequencesError, make_sequences
 from stages.data.token_files import TokenFile, TokenFileError
@@ -35,6 +38,7 @@ from stages.report.style import LIGHT
 from stages.tracking import RunTracker, TokensDataset, project_root, provenance_tags, work_root
 from stages.training.checkpoint import save_checkpoint
 from stages.training.compilation import apply_compile, use_compile_cache
+from stages.training.device_rules import DeviceRuleError, check_device_rules
 from stages.training.loop import CurveRow, Measurements, training_rows
 from stages.training.precision import PrecisionError, set_float32_matmul
 from stages.training.recompute import apply_recompute
@@ -42,6 +46,10 @@ from stages.training.state import TrainState, initial_state
 
 TOKENS = Path("data/tokens")
 TOKENS_META = TOKENS / "meta.json"
+
+
+class DivergedError(RuntimeError):
+    """The loss is no number any more."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +60,23 @@ def main(arguments: list[str] | None = None) -> int:
         params = load_params()
         params.require_variant(variant)
         train(params, variant)
-    except (ParamsError, HardwareError, PrecisionError, TokenFileError, SequencesError, OSError) as error:
+    except OutOfMemoryError as error:
+        print(
+            f"train {variant}: {str(error).split('. ')[0]}; lower variants.{variant}.micro_batch_size, or "
+            "use loss: chunked or recompute (`python -m stages.plan` predicts the peak)",
+            file=sys.stderr,
+        )
+        return 1
+    except (
+        ParamsError,
+        HardwareError,
+        PrecisionError,
+        DeviceRuleError,
+        TokenFileError,
+        SequencesError,
+        DivergedError,
+        OSError,
+    ) as error:
         print(f"train {variant}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -64,14 +88,10 @@ def train(params: Params, variant: str) -> None:
     device = select_device(params.hardware.device)
     if device.type == "cpu":
         keep_freed_memory()
+    check_device_rules(params.model, techniques, device)
     use_compile_cache(project_root() / params.hardware.compile_cache)
     matmul_setting = set_float32_matmul(techniques.precision, device)
     ceiling = measure_matmul_flops_per_second(device, techniques.precision)
-    if techniques.recompute == "offload" and device.type == "cpu":
-        raise HardwareError(
-            "recompute: offload moves activations from the GPU to host memory and training runs on cpu; "
-            "use every_block or selective"
-        )
     sequences = _train_sequences(params)
     state, policy = initial_state(params, variant, device)
     apply_recompute(state.model, techniques)
@@ -105,6 +125,11 @@ def train(params: Params, variant: str) -> None:
         measurements = Measurements(StepTimer(), compilation)
         for row in training_rows(state, sequences, params, variant, policy, measurements):
             rows.append(row)
+            if not math.isfinite(row.loss):
+                raise DivergedError(
+                    f"the loss is {row.loss} at step {row.step}: the training diverged; lower "
+                    f"training.learning_rate or change variants.{variant}.precision"
+                )
             tokens_per_second = measurements.timer.rows()[-1][2]
             peak_bytes = measurements.peak.bytes if measurements.peak else None
             tracker.log(

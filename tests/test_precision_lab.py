@@ -1,8 +1,10 @@
 """The command as a user runs it, with a tiny time budget."""
 
 import json
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from stages import precision
 from stages.measure.number_formats import NUMBER_FORMATS
+from stages.tracking.sync import sync
 
 
 def strict_json(path: Path) -> Any:
@@ -18,6 +21,16 @@ def strict_json(path: Path) -> Any:
         raise AssertionError(f"{text} is not JSON")
 
     return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the lab's MLflow run goes."""
+    folder = tmp_path_factory.mktemp("root")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DVC_ROOT", str(folder))
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +45,15 @@ def test_the_file_names_device_and_torch(report: Any) -> None:
     assert report["device"]["kind"] == "cpu"
     assert report["device"]["name"]
     assert report["torch"] == torch.__version__
+
+
+def test_the_run_is_tracked_with_file_and_speeds(report: Any, root: Path) -> None:
+    assert all(result.is_complete for result in sync(root / ".work"))
+    with sqlite3.connect(root / "mlflow.db") as database:
+        metrics = dict(database.execute("select key, value from latest_metrics"))
+    by_name = {row["name"]: row for row in report["formats"]}
+    assert metrics["matmul_tflops.bf16"] == by_name["bf16"]["matmul"]["tflops_per_second"]
+    assert list((root / "mlartifacts").rglob("precision.json"))
 
 
 def test_the_file_has_every_format_in_order(report: Any) -> None:

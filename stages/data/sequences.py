@@ -26,7 +26,7 @@ class SequencesError(ValueError):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass takes, on the CPU."""
+    """What one forward and backward pass takes; made on the CPU."""
 
     input_ids_BS: torch.Tensor
     """int64 [B, S]."""

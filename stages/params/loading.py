@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from stages.params.data import CorpusParams, TokenizerParams
@@ -39,7 +39,7 @@ _VARIANT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 class Params(Section):
     """The whole of `params.yaml`."""
 
-    seed: NonNegativeInt
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Initial weights and the order of the data follow from it."""
     corpus: CorpusParams
     tokenizer: TokenizerParams
@@ -111,7 +111,7 @@ def check_params(raw: Any, source: str = "params") -> Params:
                 f"variants.{key}: a variant's name is a file name: letters, digits and _ only, "
                 "starting with a letter"
                 for key in value
-                if not _VARIANT_NAME.fullmatch(str(key))
+                if not isinstance(key, str) or not _VARIANT_NAME.fullmatch(key)
             ]
             if not value:
                 problems.append("variants: is empty; add at least one variant")
@@ -139,7 +139,8 @@ def _read(path: str, annotation: Any, value: Any, problems: list[str]) -> Any:
     try:
         section = TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
-        problems += [_in_words(path, annotation, value, details) for details in error.errors()]
+        # Members of a union complain alike; one line is enough.
+        problems += dict.fromkeys(_in_words(path, annotation, value, details) for details in error.errors())
         return None
     if isinstance(section, Section):
         problems += [f"{path}.{key}: {message}" for key, message in section.problems()]

@@ -61,7 +61,8 @@ class TrainingParams(Section):
     global_batch_size: PositiveInt
     """Sequences in one optimizer step, over all micro-batches."""
     token_budget: PositiveInt
-    """Train on this many tokens, rounded up to whole optimizer steps."""
+    """Positions to train on, rounded up to whole optimizer steps. Padding is among them: padded
+    sequences see fewer tokens than this."""
     learning_rate: PositiveFloat
     """Peak, reached after the warm-up."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

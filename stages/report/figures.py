@@ -180,7 +180,6 @@ def _memory(comparison: Comparison, theme: Theme) -> Figure:
     figure, axes = _bars(
         comparison, theme, "Peak memory of a training step", "; ".join(kinds), measured, labels, predicted
     )
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     locator = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10])
     axes.set_xticks([tick * size for tick in locator.tick_values(0, axes.get_xlim()[1] / size)])
     axes.set_xlim(0, max(*measured, *predicted) * 1.3)
@@ -252,9 +251,7 @@ def _bars(
         }
         label = axes.annotate(text, (end, place), (10, 0), weight="bold", **style)
         if against:
-            axes.annotate(
-                against, (1, 0.5), (7, 0), xycoords=label, color=theme.muted, **{**style, "va": "center"}
-            )
+            axes.annotate(against, (1, 0.5), (7, 0), xycoords=label, color=theme.muted, **style)
     axes.set_yticks(places, names)
     for place, name in enumerate(axes.get_yticklabels()):
         name.set_color(theme.colour(place))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from stages.params import BlockGroups, MemoryBudget, Params
+from stages.params import BlockGroups, MemoryBudget, Params, VariantParams
 from stages.report.bootstrap import PairedDifference, paired_bootstrap
 from stages.report.inputs import Device, VariantFiles, VariantResults, read_variant
 
@@ -23,7 +23,7 @@ class Row(BaseModel):
     variant: str
     precision: str
     recompute: str
-    """none, every_block or every_n_blocks with a number for n."""
+    """The policy's name; every_2_blocks and budget_0.5 carry their number."""
     compile: str
     micro_batch_size: int
     """Sequences in one forward and backward pass."""
@@ -62,6 +62,8 @@ class Comparison:
     results: Mapping[str, VariantResults]
     """By variant, in the order of the rows."""
     bootstrap_samples: int
+    recipes: Mapping[str, VariantParams]
+    """By variant: the techniques that have no column of their own in compare.json."""
 
     @property
     def reference(self) -> Row:
@@ -87,7 +89,7 @@ def build_comparison(params: Params, files: Mapping[str, VariantFiles]) -> Compa
     _check_same_work(params, results)
     reference = next(iter(results.values()))
     rows = tuple(_row(params, variant, result, reference) for variant, result in results.items())
-    return Comparison(rows, results, params.evaluation.bootstrap_samples)
+    return Comparison(rows, results, params.evaluation.bootstrap_samples, params.variants)
 
 
 def device_name(device: Device) -> str:
@@ -171,7 +173,7 @@ def _check_params(params: Params, variant: str, result: VariantResults) -> None:
 
 
 def _check_same_work(params: Params, results: Mapping[str, VariantResults]) -> None:
-    """Rule 1 of the design: same work or no comparison."""
+    """Same work or no comparison."""
     other_seed = [variant for variant, r in results.items() if r.training.seed != params.seed]
     if other_seed:
         found = ", ".join(f"{variant} {results[variant].training.seed}" for variant in other_seed)

@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from stages.params import VariantParams
 from stages.report import units
 from stages.report.rows import Comparison, Row
 
@@ -56,13 +57,18 @@ def results_cells(comparison: Comparison) -> Cells:
 
 def recipe_cells(comparison: Comparison) -> Cells:
     """What each variant is."""
-    header = ("variant", "precision", "recompute", "compile", "batch", "compiling took", "skipped steps")
+    header = (
+        *("variant", "precision", "recompute", "compile", "loss", "optimizer", "batch"),
+        *("compiling took", "skipped steps"),
+    )
     body = tuple(
         (
             row.variant,
             row.precision,
             row.recompute.replace("_", " "),
             row.compile,
+            comparison.recipes[row.variant].loss,
+            _optimizer_words(comparison.recipes[row.variant]),
             f"{row.accumulation_steps} × {row.micro_batch_size}",
             units.duration(row.compile_seconds) if row.compile_seconds else units.NONE,
             str(row.skipped_steps),
@@ -70,6 +76,11 @@ def recipe_cells(comparison: Comparison) -> Cells:
         for row in comparison.rows
     )
     return Cells(header, body)
+
+
+def _optimizer_words(recipe: VariantParams) -> str:
+    name = recipe.optimizer.replace("_", " ")
+    return f"{name} in backward" if recipe.optimizer_in_backward else name
 
 
 def difference(row: Row) -> str:

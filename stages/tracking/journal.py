@@ -3,7 +3,7 @@
     <work_root>/tracking/<variant>-<fingerprint12>/<number>/
         journal.jsonl    the truth, one record a line
         artifacts/       copies of the files to attach
-        sent.json        how far each MLflow store has been told (written by the sender alone)
+        sent-<hash>.json one per MLflow store: how far it has been told (written by the sender alone)
         tracker.lock     held by the process that is training this run
         sender.lock      held while something is being sent
 

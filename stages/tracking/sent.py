@@ -32,9 +32,6 @@ class Sent:
     problem: str | None = None
     """Why the last attempt did not get through."""
 
-    def is_complete(self, journal: Journal) -> bool:
-        return self.is_deleted or (self.offset >= journal.size_bytes and not self.artifacts_left)
-
     def forget_run(self) -> None:
         """The store does not know the run any more: tell it everything again."""
         self.__dict__.update(vars(Sent(self.store)))

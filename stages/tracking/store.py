@@ -48,7 +48,7 @@ class Store:
 
     uri: str
     name: str
-    """For messages and for `sent.json`: the URI without credentials; for the default store the file's
+    """For messages and for `sent-*.json`: the URI without credentials; for the default store the file's
     name alone, so that a moved repository is still the same store."""
     artifact_location: str | None
     """Where a new experiment keeps its files; None leaves it to the server."""

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 
-from stages.tracking.store import connect, project_root, set_mlflow_defaults, store_from_environment
+from stages.tracking.store import connect, in_words, project_root, set_mlflow_defaults, store_from_environment
 
 
 def main() -> int:
@@ -20,16 +20,21 @@ def main() -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             print(
-                f"tracking: port {port} cannot be used ({error.strerror}); choose another with --port",
+                f"tracking: port {port} cannot be used ({error}); choose another: "
+                "python -m stages.tracking.ui --port 5001",
                 file=sys.stderr,
             )
             return 1
     set_mlflow_defaults()
     # Background jobs (gateway, evaluations) would cost 2 GB and are of no use here.
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
-    connect(store)
+    try:
+        connect(store)
+    except Exception as error:  # one sentence, whatever the store throws
+        print(f"tracking: {store.name} cannot be opened: {in_words(error)}", file=sys.stderr)
+        return 1
     artifacts = store.artifact_location or (project_root() / "mlartifacts").as_uri()
     print(f"tracking: http://127.0.0.1:{port} in a moment; Ctrl-C ends it", flush=True)
     os.execv(

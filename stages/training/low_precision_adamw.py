@@ -24,7 +24,8 @@ from stages.training.scaler_verdict import overflowed, store, unscaled
 from stages.training.stochastic_rounding import stochastic_round
 
 MIN_QUANTIZED_ELEMENTS = 4096
-"""Smaller tensors, and vectors, keep fp32 moments: they cost nothing and are the sensitive ones."""
+"""Smaller tensors, and vectors, keep moments in the weight's type: they cost nothing and are the sensitive
+ones."""
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """Of a parameter at one time: what the CPU's cache holds; what keeps a GPU busy. The temporaries are about
@@ -34,8 +35,9 @@ nine times this in fp32."""
 class LowPrecisionAdamW(torch.optim.Optimizer):
     """AdamW over parameters of fp32 or bfloat16.
 
-    bfloat16 weights get bfloat16 moments, and all three are rounded stochastically: to the nearest, a
-    weight would not see small updates, and a second moment with beta2 0.999 would never decay.
+    bfloat16 weights get bfloat16 moments (8-bit codes where quantized), and all three are rounded
+    stochastically: to the nearest, a weight would not see small updates, and a second moment with beta2
+    0.999 would never decay.
     """
 
     _step_supports_amp_scaling = True  # see stages/training/scaler_verdict.py

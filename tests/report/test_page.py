@@ -102,7 +102,7 @@ def test_verdict_on_the_loss(
     comparison: Comparison, interval: tuple[float, float] | None, verdict: str
 ) -> None:
     row = comparison.rows[1].model_copy(update={"delta_bits_per_byte": 0.001, "delta_ci95": interval})
-    told = findings(Comparison((comparison.rows[0], row), comparison.results, 100))
+    told = findings(Comparison((comparison.rows[0], row), comparison.results, 100, comparison.recipes))
     assert told[0].loss.endswith(verdict)
 
 

@@ -47,7 +47,7 @@ def write_results(
         },
         "training": {
             "sequence_length": 256, "global_batch_size": 16, "token_budget": steps * tokens_per_step,
-            "learning_rate": 0.004, "warmup_steps": min(20, steps - 1),
+            "learning_rate": 0.004, "warmup_steps": min(20, max(steps - 2, 0)),
         },
         "evaluation": {"bootstrap_samples": 2000},
         "variants": {name: variant["params"] for name, variant in _VARIANTS.items()},

@@ -17,6 +17,7 @@ from torch._functorch import config as compiler_config
 
 from stages.params import BlockGroups, MemoryBudget, Params, ParamsError, TrainingParams, VariantParams
 from stages.training.compilation import apply_compile
+from stages.training.device_rules import DeviceRuleError, check_device_rules
 from stages.training.fp8 import fp8_problems
 from stages.training.precision import PrecisionError, precision_policy
 from stages.training.recompute import apply_recompute
@@ -228,6 +229,27 @@ def test_an_older_gpu_refuses_with_a_documented_reason(
     with pytest.raises(PrecisionError) as error:
         policy(precision, "cuda")
     assert row_of(f"precision: {error.value}") is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "device", "path"),
+    [
+        ({"recompute": "offload"}, {}, "cpu", None),
+        ({"compile": "blocks"}, {}, "cpu", ""),
+        ({}, {"num_attention_heads": 8}, "cuda", None),
+    ],
+    ids=str,
+)
+def test_a_device_refuses_with_a_documented_reason(
+    settings: Settings, model: Settings, device: str, path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.delenv("CXX", raising=False)
+    variant = VariantParams(micro_batch_size=1, **settings)
+    with pytest.raises(DeviceRuleError) as error:
+        check_device_rules(small_params(model=model).model, variant, torch.device(device))
+    assert row_of(str(error.value)) is not None
 
 
 def test_a_model_that_fp8_cannot_take_is_refused_with_a_documented_reason() -> None:
