@@ -17,7 +17,7 @@ help:
 	@echo "make test-fast  the tests that take seconds"
 	@echo "make lint       formatting, lint, types"
 	@echo "make sync       send to MLflow what could not be sent while training"
-	@echo "make clean-work delete everything in progress (.work)"
+	@echo "make clean-work delete compile caches and other work in progress"
 
 $(VENV)/run.stamp: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -51,5 +51,6 @@ lint: $(VENV)/dev.stamp
 sync: $(VENV)/run.stamp
 	@$(RUN) python -m stages.tracking.sync
 
+# The journals of runs stay: they may hold what MLflow has not been sent yet.
 clean-work:
-	rm -rf .work
+	@test ! -d .work || find .work -mindepth 1 -maxdepth 1 ! -name tracking -exec rm -rf {} +
