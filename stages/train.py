@@ -31,6 +31,7 @@ from stages.measure.hardware import (
 from stages.measure.host_allocator import keep_freed_memory
 from stages.measure.peak_memory import peak_rss_bytes
 from stages.measure.throughput import StepTimer
+from stages.model.attention import attention_kernel
 from stages.outs import out_folder, write_out
 from stages.params import Params, ParamsError, flatten, load_params
 from stages.progress import TrainingProgress
@@ -166,7 +167,11 @@ def train(params: Params, variant: str) -> None:
             save_checkpoint(state, folder)
             (folder / "training.json").write_text(_json(training))
         write_out(Path(f"results/curves/{variant}.csv"), _csv([asdict(row) for row in rows]))
-        device_entry = asdict(device_facts) | {"float32_matmul_precision": matmul_setting}
+        compute_dtype = policy.autocast_dtype or policy.weights_dtype
+        device_entry = asdict(device_facts) | {
+            "float32_matmul_precision": matmul_setting,
+            "attention_kernel": attention_kernel(device, compute_dtype),
+        }
         write_out(
             Path(f"results/measurements/{variant}.json"),
             _json({"variant": variant, "device": device_entry} | figures),
@@ -174,6 +179,12 @@ def train(params: Params, variant: str) -> None:
         columns = ("step", "seconds", "tokens_per_second")
         timed = [dict(zip(columns, values, strict=True)) for values in measurements.timer.rows()]
         write_out(Path(f"results/measurements/{variant}.csv"), _csv(timed))
+    if figures["recompiles"]:
+        print(
+            f"{variant}: torch.compile compiled {figures['recompiles']} times more after the first step; a "
+            "shape or a type changed, and the speed includes it",
+            file=sys.stderr,
+        )
     print(
         f"{variant}: {state.tokens:,} tokens, loss {rows[-1].loss:.4f}, "
         f"{figures['tokens_per_second']:,.0f} tokens/s, peak {figures['peak_memory_bytes'] / 2**20:,.0f} MiB"

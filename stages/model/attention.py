@@ -1,6 +1,6 @@
 """Causal attention that stays inside a document, without ever building an S x S mask.
 
-One entry, `causal_attention`, picks the kernel:
+One entry, `causal_attention`; `attention_kernel` picks the kernel, and nothing else may run:
 
 | device, type | rows are whole documents | documents packed (cu_seqlens) |
 | --- | --- | --- |
@@ -15,6 +15,7 @@ scores.
 
 import itertools
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,15 +33,13 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens:
         cu_seqlens: int32 [documents + 1], starts in the flattened B x S tokens, with every row's
             start among them; None when each row is one document.
     """
-    on_cuda, half = q_BSHE.is_cuda, q_BSHE.dtype in (torch.float16, torch.bfloat16)
-    if on_cuda and half:
-        # The flash kernels begin with Ampere; before it the memory-efficient one takes fp16.
-        half = torch.cuda.get_device_properties(q_BSHE.device).major >= 8
+    kernel = attention_kernel(q_BSHE.device, q_BSHE.dtype)
     if cu_seqlens is None:
-        if on_cuda and not half:
+        if kernel == "efficient":
             k_BSKE, v_BSKE = _expand(k_BSKE, q_BSHE), _expand(v_BSKE, q_BSHE)
-        backend = SDPBackend.EFFICIENT_ATTENTION if on_cuda and not half else SDPBackend.FLASH_ATTENTION
-        with sdpa_kernel(backend):
+        backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+        # SDPA raises where this kernel cannot run, instead of taking the math one and building the scores.
+        with sdpa_kernel(backends[kernel]):
             out_BHSE = F.scaled_dot_product_attention(
                 q_BSHE.transpose(1, 2),
                 k_BSKE.transpose(1, 2),
@@ -49,33 +48,47 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens:
                 enable_gqa=k_BSKE.shape[2] != q_BSHE.shape[2],
             )
         return out_BHSE.transpose(1, 2)
-    if not on_cuda:
+    if not q_BSHE.is_cuda:
         return _document_attention_cpu(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)[0]
-    return _document_attention_cuda(q_BSHE, k_BSKE, v_BSKE, cu_seqlens, half)
+    if kernel == "flash":
+        return _document_flash_cuda(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
+    return _document_efficient_cuda(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> Literal["flash", "efficient"]:
+    """The family of kernels that attention of `dtype` runs on `device`."""
+    if device.type != "cuda":
+        return "flash"
+    half = dtype in (torch.float16, torch.bfloat16)
+    # Flash begins with Ampere and knows no fp32; the memory-efficient kernels take the rest.
+    return "flash" if half and torch.cuda.get_device_properties(device).major >= 8 else "efficient"
 
 
 def _expand(kv_BSKE: Tensor, q_BSHE: Tensor) -> Tensor:
     return kv_BSKE.repeat_interleave(q_BSHE.shape[2] // kv_BSKE.shape[2], dim=2)
 
 
-def _document_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, half: bool) -> Tensor:
-    B, S, H, E = q.shape
-    if half:
-        from torch.nn.attention.varlen import varlen_attn
+def _document_flash_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
 
-        out = varlen_attn(
-            q.reshape(B * S, H, E),
-            k.reshape(B * S, -1, E),
-            v.reshape(B * S, -1, E),
-            cu_seqlens,
-            cu_seqlens,
-            S,
-            S,
-            window_size=(-1, 0),
-            enable_gqa=k.shape[2] != H,
-        )
-        assert isinstance(out, Tensor)
-        return out.view(B, S, H, E)
+    B, S, H, E = q.shape
+    out = varlen_attn(
+        q.reshape(B * S, H, E),
+        k.reshape(B * S, -1, E),
+        v.reshape(B * S, -1, E),
+        cu_seqlens,
+        cu_seqlens,
+        S,
+        S,
+        window_size=(-1, 0),
+        enable_gqa=k.shape[2] != H,
+    )
+    assert isinstance(out, Tensor)
+    return out.view(B, S, H, E)
+
+
+def _document_efficient_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    B, S, H, E = q.shape
     causal_from_top_left = 1
     out, *_ = torch.ops.aten._efficient_attention_forward(
         q.reshape(1, B * S, H, E),
