@@ -54,7 +54,7 @@ class CudaRun:
         self.state, self.policy = initial_state(self.params, "v", CUDA)
         apply_recompute(self.state.model, self.params.variants["v"])
         per_micro_batch = self.params.variants["v"].micro_batch_size
-        rows = torch.arange(8).reshape(-1, per_micro_batch).numpy()
+        rows = (torch.arange(8) % len(cpu_run.sequences)).reshape(-1, per_micro_batch).numpy()
         self.micro_batches = [moved(cpu_run.sequences.micro_batch(row)) for row in rows]
 
     def step(self) -> StepOutcome:
