@@ -13,14 +13,19 @@ the memory-efficient kernel no groups, so SDPA would silently fall to the math k
 scores.
 """
 
+import inspect
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+_VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Not in torch 2.11: keys and values are expanded there."""
 
 
 def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -69,9 +74,12 @@ def _expand(kv_BSKE: Tensor, q_BSHE: Tensor) -> Tensor:
 
 
 def _document_flash_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     B, S, H, E = q.shape
+    options: dict[str, Any] = {}
+    if k.shape[2] != H and _VARLEN_TAKES_GROUPS:
+        options["enable_gqa"] = True
+    elif k.shape[2] != H:
+        k, v = _expand(k, q), _expand(v, q)
     out = varlen_attn(
         q.reshape(B * S, H, E),
         k.reshape(B * S, -1, E),
@@ -81,7 +89,7 @@ def _document_flash_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) ->
         S,
         S,
         window_size=(-1, 0),
-        enable_gqa=k.shape[2] != H,
+        **options,
     )
     assert isinstance(out, Tensor)
     return out.view(B, S, H, E)
