@@ -4,8 +4,13 @@ import argparse
 import os
 import socket
 import sys
+from typing import TYPE_CHECKING
 
+from stages.params import ParamsError, load_params
 from stages.tracking.store import connect, in_words, project_root, set_mlflow_defaults, store_from_environment
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 def main() -> int:
@@ -31,12 +36,12 @@ def main() -> int:
     # Background jobs (gateway, evaluations) would cost 2 GB and are of no use here.
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     try:
-        connect(store)
+        curves = _curves_page(connect(store))
     except Exception as error:  # one sentence, whatever the store throws
         print(f"tracking: {store.name} cannot be opened: {in_words(error)}", file=sys.stderr)
         return 1
     artifacts = store.artifact_location or (project_root() / "mlartifacts").as_uri()
-    print(f"tracking: http://127.0.0.1:{port} in a moment; Ctrl-C ends it", flush=True)
+    print(f"tracking: in a moment at http://127.0.0.1:{port}/{curves} (Ctrl-C ends it)", flush=True)
     os.execv(
         sys.executable,
         [
@@ -44,6 +49,15 @@ def main() -> int:
             *("--workers", "1", "--backend-store-uri", store.uri, "--default-artifact-root", artifacts),
         ],
     )
+
+
+def _curves_page(client: "MlflowClient") -> str:
+    """The page with all curves overlaid: MLflow opens on one for language-model applications."""
+    try:
+        experiment = client.get_experiment_by_name(load_params().tracking.experiment)
+    except ParamsError:
+        experiment = None
+    return f"#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART" if experiment else ""
 
 
 if __name__ == "__main__":
