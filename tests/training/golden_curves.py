@@ -3,6 +3,7 @@
 They change only when the training is meant to change, and then the commit says why.
 """
 
+import hashlib
 import json
 import platform
 import tempfile
@@ -25,10 +26,19 @@ DEFAULT_VARIANTS = load_params(ROOT / "params.yaml").variants
 
 
 def machine() -> dict[str, str]:
-    """What may change the last bits of a sum: another processor or another build of torch."""
+    """What may change the last bits of a sum: another processor or another build of torch.
+
+    Two processors may share a name and not their instructions, for which the libraries choose kernels.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return {
         "cpu": describe_device(CPU).name,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "model": f"{facts.get('cpu family')}/{facts.get('model')}",
+        "instructions": hashlib.sha256(facts.get("flags", "").encode()).hexdigest()[:16],
         "system": platform.machine(),
         "torch": torch.__version__,
     }
