@@ -98,28 +98,14 @@ def train(params: Params, variant: str) -> None:
     apply_recompute(state.model, techniques)
     apply_compile(state.model, techniques)
 
-    device_facts = describe_device(device)
-    fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
-    place = list(params.variants).index(variant)
-    tags = provenance_tags() | {
-        "mlflow.runColor": LIGHT.colour(place),
-        "variant": variant,
-        "fingerprint": fingerprint,
-        "device": device_facts.name,
-        "device.kind": device_facts.kind,
+    device_facts = asdict(describe_device(device)) | {
+        "float32_matmul_precision": matmul_setting,
+        "attention_kernel": attention_kernel(device, policy.autocast_dtype or policy.weights_dtype),
     }
+    fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
     rows: list[CurveRow] = []
-    tracker = RunTracker(
-        work_root(),
-        variant,
-        fingerprint,
-        params.tracking.experiment,
-        _flat_params(params, variant),
-        tags,
-        _dataset(),
-    )
     with (
-        tracker,
+        _tracker(params, variant, fingerprint, device_facts) as tracker,
         TrainingProgress(variant, params.training.num_steps) as progress,
         CompileWatch(enabled=techniques.compile != "off") as compilation,
     ):
@@ -152,33 +138,8 @@ def train(params: Params, variant: str) -> None:
                 for key in ("peak_memory_bytes", "compile_seconds", "recompiles", "mfu", "wall_seconds")
             }
         )
-        training = {
-            "variant": variant,
-            "fingerprint": fingerprint,
-            "seed": params.seed,
-            "steps": state.step,
-            "tokens": state.tokens,
-            "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-            "final_loss": rows[-1].loss,
-            "skipped_steps": int(state.skipped_steps),
-            "precision": techniques.precision,
-        }
-        with out_folder(Path("models") / variant) as folder:
-            save_checkpoint(state, folder)
-            (folder / "training.json").write_text(_json(training))
-        write_out(Path(f"results/curves/{variant}.csv"), _csv([asdict(row) for row in rows]))
-        compute_dtype = policy.autocast_dtype or policy.weights_dtype
-        device_entry = asdict(device_facts) | {
-            "float32_matmul_precision": matmul_setting,
-            "attention_kernel": attention_kernel(device, compute_dtype),
-        }
-        write_out(
-            Path(f"results/measurements/{variant}.json"),
-            _json({"variant": variant, "device": device_entry} | figures),
-        )
-        columns = ("step", "seconds", "tokens_per_second")
-        timed = [dict(zip(columns, values, strict=True)) for values in measurements.timer.rows()]
-        write_out(Path(f"results/measurements/{variant}.csv"), _csv(timed))
+        _publish_results(params, variant, fingerprint, state, rows)
+        _publish_measurements(variant, {"variant": variant, "device": device_facts} | figures, measurements)
     if figures["recompiles"]:
         print(
             f"{variant}: torch.compile compiled {figures['recompiles']} times more after the first step; a "
@@ -201,6 +162,54 @@ def _train_sequences(params: Params) -> PackedSequences | PaddedSequences:
     if not TOKENS_META.exists():
         raise TokenFileError(f"{TOKENS_META}: no such file; run `dvc repro tokenize`")
     return make_sequences(token_file, params.training.sequences, params.training.sequence_length)
+
+
+def _tracker(params: Params, variant: str, fingerprint: str, device_facts: dict[str, Any]) -> RunTracker:
+    tags = {
+        "mlflow.runColor": LIGHT.colour(list(params.variants).index(variant)),
+        "variant": variant,
+        "fingerprint": fingerprint,
+        "device": device_facts["name"],
+        "device.kind": device_facts["kind"],
+    }
+    return RunTracker(
+        work_root(),
+        variant,
+        fingerprint,
+        params.tracking.experiment,
+        _flat_params(params, variant),
+        provenance_tags() | tags,
+        _dataset(),
+    )
+
+
+def _publish_results(
+    params: Params, variant: str, fingerprint: str, state: TrainState, rows: list[CurveRow]
+) -> None:
+    """The checkpoint and the curve: the same bytes in every run of the same params on one machine."""
+    training = {
+        "variant": variant,
+        "fingerprint": fingerprint,
+        "seed": params.seed,
+        "steps": state.step,
+        "tokens": state.tokens,
+        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "final_loss": rows[-1].loss,
+        "skipped_steps": int(state.skipped_steps),
+        "precision": params.variants[variant].precision,
+    }
+    with out_folder(Path("models") / variant) as folder:
+        save_checkpoint(state, folder)
+        (folder / "training.json").write_text(_json(training))
+    write_out(Path(f"results/curves/{variant}.csv"), _csv([asdict(row) for row in rows]))
+
+
+def _publish_measurements(variant: str, summary: dict[str, Any], measurements: Measurements) -> None:
+    """What this run took on this machine, in files of its own: they alone may differ."""
+    write_out(Path(f"results/measurements/{variant}.json"), _json(summary))
+    columns = ("step", "seconds", "tokens_per_second")
+    timed = [dict(zip(columns, values, strict=True)) for values in measurements.timer.rows()]
+    write_out(Path(f"results/measurements/{variant}.csv"), _csv(timed))
 
 
 def _figures(
