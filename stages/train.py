@@ -61,6 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
         params = load_params()
         params.require_variant(variant)
         train(params, variant)
+    except KeyboardInterrupt:
+        print(f"train {variant}: interrupted; none of its outs were written", file=sys.stderr)
+        return 130
     except OutOfMemoryError as error:
         print(
             f"train {variant}: {str(error).split('. ')[0]}; lower variants.{variant}.micro_batch_size, or "

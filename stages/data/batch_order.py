@@ -40,8 +40,3 @@ class BatchOrder:
         chosen = self._permutation[start : start + self.global_batch_size]
         indices[: len(chosen)] = chosen
         return indices
-
-
-def global_batch_indices(seed: int, step: int, global_batch_size: int, num_sequences: int) -> np.ndarray:
-    """`BatchOrder.indices` for one step alone: int64 [global_batch_size]."""
-    return BatchOrder(seed, global_batch_size, num_sequences).indices(step)

@@ -45,8 +45,6 @@ class PeakMemory:
     """How `bytes` was measured; a CPU figure and a CUDA figure are not the same thing."""
     reserved_bytes: int | None
     """cuda: what the allocator took from the driver at its highest (max_memory_reserved)."""
-    rss_bytes: int
-    """The process's peak resident memory since it began, libraries and Python included."""
 
 
 def measure_peak(device: torch.device, fn: Callable[[], object]) -> PeakMemory:
@@ -67,9 +65,8 @@ def measure_peak(device: torch.device, fn: Callable[[], object]) -> PeakMemory:
             bytes=torch.cuda.max_memory_allocated(device),
             kind=CUDA_KIND,
             reserved_bytes=torch.cuda.max_memory_reserved(device),
-            rss_bytes=peak_rss_bytes(),
         )
-    return PeakMemory(bytes=_cpu_peak(fn), kind=CPU_KIND, reserved_bytes=None, rss_bytes=peak_rss_bytes())
+    return PeakMemory(bytes=_cpu_peak(fn), kind=CPU_KIND, reserved_bytes=None)
 
 
 def peak_rss_bytes() -> int:

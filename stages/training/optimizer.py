@@ -16,7 +16,7 @@ from stages.training.optimizer_in_backward import OptimizerInBackward
 
 
 def make_optimizer(
-    model: Llama, training: TrainingParams, learning_rate: Tensor, variant: VariantParams | None = None
+    model: Llama, training: TrainingParams, learning_rate: Tensor, variant: VariantParams
 ) -> torch.optim.Optimizer:
     """AdamW or Muon over the model's parameters, as the variant says.
 
@@ -25,13 +25,13 @@ def make_optimizer(
         training: betas, epsilon and decay.
         learning_rate: fp32 scalar on the same device, shared with the schedule, which writes to it. A
             tensor because the value may depend on a step that only the device knows to be skipped.
-        variant: its `optimizer`, `optimizer_in_backward` and `precision`; None is fp32 AdamW.
+        variant: its `optimizer`, `optimizer_in_backward` and `precision`.
 
     All take the GradScaler's verdict on the device, so a step costs no synchronisation.
     """
     parameters = list(model.parameters())
     betas = (training.adam_beta1, training.adam_beta2)
-    if variant is not None and variant.optimizer == "muon":
+    if variant.optimizer == "muon":
         matrices = _block_matrices(model)
         in_blocks = {id(matrix) for matrix, _ in matrices}
         return MuonWithAdamW(
@@ -43,7 +43,7 @@ def make_optimizer(
             epsilon=training.adam_epsilon,
         )
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    if variant is not None and (variant.optimizer == "adamw_8bit" or variant.precision == "bf16"):
+    if variant.optimizer == "adamw_8bit" or variant.precision == "bf16":
         make = partial(
             LowPrecisionAdamW,
             learning_rate=learning_rate,
@@ -57,7 +57,7 @@ def make_optimizer(
             torch.optim.AdamW, lr=learning_rate, betas=betas, eps=training.adam_epsilon, fused=True
         )
     groups = _decay_groups(parameters, training)
-    if variant is not None and variant.optimizer_in_backward:
+    if variant.optimizer_in_backward:
         return OptimizerInBackward(groups, make, learning_rate)
     return make(groups)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.data.batch_order import BatchOrder, global_batch_indices
+from stages.data.batch_order import BatchOrder
 from stages.data.sequences import FILLER
 
 seeds = st.integers(0, 2**70)
@@ -32,24 +32,24 @@ def test_a_step_does_not_depend_on_what_was_asked_before(
 ) -> None:
     order = BatchOrder(seed, batch, sequences)
     for step in steps:
-        np.testing.assert_array_equal(order.indices(step), global_batch_indices(seed, step, batch, sequences))
+        np.testing.assert_array_equal(order.indices(step), BatchOrder(seed, batch, sequences).indices(step))
 
 
 def test_epochs_and_seeds_differ() -> None:
-    first = global_batch_indices(1, 0, 100, 100)
-    assert not np.array_equal(first, global_batch_indices(1, 1, 100, 100))
-    assert not np.array_equal(first, global_batch_indices(2, 0, 100, 100))
+    first = BatchOrder(1, 100, 100).indices(0)
+    assert not np.array_equal(first, BatchOrder(1, 100, 100).indices(1))
+    assert not np.array_equal(first, BatchOrder(2, 100, 100).indices(0))
 
 
 def test_the_caller_cannot_change_a_later_answer() -> None:
     order = BatchOrder(1, 4, 10)
     order.indices(0)[:] = 99
-    np.testing.assert_array_equal(order.indices(0), global_batch_indices(1, 0, 4, 10))
+    np.testing.assert_array_equal(order.indices(0), BatchOrder(1, 4, 10).indices(0))
 
 
 def test_the_order_is_the_one_of_earlier_versions() -> None:
     """A run resumed under a newer version must go on with the same data."""
-    assert global_batch_indices(1337, 5, 4, 11).tolist() == [8, 3, 10, -1]
+    assert BatchOrder(1337, 4, 11).indices(5).tolist() == [8, 3, 10, -1]
 
 
 def test_nothing_to_order_is_an_error() -> None:

@@ -6,17 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.compare import variant_files
-from stages.params import load_params
 from stages.report.figures import FIGURES, draw_figures, moving_average, spread
-from stages.report.rows import Comparison, build_comparison
 from stages.report.style import DARK, LIGHT
-from tests.report.variant_results import edit_json, write_results
-
-
-def _build() -> Comparison:
-    params = load_params()
-    return build_comparison(params, {variant: variant_files(variant) for variant in params.variants})
+from tests.report.variant_results import build, edit_json, write_results
 
 
 @pytest.fixture
@@ -27,7 +19,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_same_comparison_gives_the_same_bytes(results: Path) -> None:
-    comparison = _build()
+    comparison = build()
     first, second = draw_figures(comparison), draw_figures(comparison)
     assert tuple(first) == FIGURES
     assert first == second
@@ -42,7 +34,7 @@ def test_same_comparison_gives_the_same_bytes(results: Path) -> None:
 def test_themes_differ_and_a_users_style_does_not_matter(results: Path) -> None:
     import matplotlib
 
-    comparison = _build()
+    comparison = build()
     light = draw_figures(comparison, LIGHT)
     assert light != draw_figures(comparison, DARK)
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red"}):
@@ -50,12 +42,12 @@ def test_themes_differ_and_a_users_style_does_not_matter(results: Path) -> None:
 
 
 def test_every_number_reaches_its_figure(results: Path) -> None:
-    before = draw_figures(_build())
+    before = draw_figures(build())
     edit_json(Path("results/measurements/frugal.json"), tokens_per_second=5_000.0)
-    after = draw_figures(_build())
+    after = draw_figures(build())
     assert {name for name in FIGURES if after[name] != before[name]} == {"speed"}
     edit_json(Path("results/plan/frugal.json"), predicted_peak_memory_bytes=2**28)
-    last = draw_figures(_build())
+    last = draw_figures(build())
     assert {name for name in FIGURES if last[name] != after[name]} == {"memory"}
 
 
@@ -66,7 +58,7 @@ def test_few_variants_and_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = Path("params.yaml").read_text()
     cut = {1: "  amp_checkpointing:", 2: "  compiled_accumulated:"}[variants]
     Path("params.yaml").write_text(text[: text.index(cut)])
-    comparison = _build()
+    comparison = build()
     assert len(comparison.rows) == variants
     assert set(draw_figures(comparison)) == set(FIGURES)
 
@@ -74,7 +66,7 @@ def test_few_variants_and_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_long_curves_are_smoothed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_results(tmp_path, steps=3000)
     monkeypatch.chdir(tmp_path)
-    assert set(draw_figures(_build())) == set(FIGURES)
+    assert set(draw_figures(build())) == set(FIGURES)
 
 
 def test_moving_average() -> None:

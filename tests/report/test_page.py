@@ -4,27 +4,13 @@ from typing import Any
 
 import pytest
 
-from stages.compare import variant_files
-from stages.params import load_params
 from stages.report.findings import caveats, conditions, findings
 from stages.report.page import html_page, markdown_page
-from stages.report.rows import Comparison, build_comparison
-from tests.report.variant_results import edit_json, write_results
+from stages.report.rows import Comparison
+from tests.report.variant_results import build, edit_json
 
 _PNG = {"memory": b"\x89PNG light", "speed": b"\x89PNG light"}
 _LINKS = {"memory": "figures/memory.png"}
-
-
-@pytest.fixture
-def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
-    write_results(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return _build()
-
-
-def _build() -> Comparison:
-    params = load_params()
-    return build_comparison(params, {variant: variant_files(variant) for variant in params.variants})
 
 
 class _Tags(html.parser.HTMLParser):
@@ -76,7 +62,7 @@ def test_samples_are_left_out_where_there_are_none(comparison: Comparison) -> No
     for path in Path("results/evaluate").glob("*.samples.md"):
         path.write_text("# no prompts: samples\n")
     Path("results/evaluate/frugal.samples.md").unlink()
-    assert "## Samples" not in markdown_page(_build(), _LINKS)
+    assert "## Samples" not in markdown_page(build(), _LINKS)
 
 
 def test_findings(comparison: Comparison) -> None:
@@ -117,7 +103,7 @@ def test_caveats_name_what_holds(comparison: Comparison) -> None:
 
 def test_mixed_devices_are_said_everywhere(comparison: Comparison) -> None:
     edit_json(Path("results/measurements/frugal.json"), device={"kind": "cuda", "name": "NVIDIA H200"})
-    mixed = _build()
+    mixed = build()
     told = " ".join(caveats(mixed))
     assert "NVIDIA H200: frugal" in told
     assert "CPU (AMD EPYC, 2 threads): baseline, amp_checkpointing, compiled_accumulated" in told
@@ -129,4 +115,4 @@ def test_mixed_devices_are_said_everywhere(comparison: Comparison) -> None:
 
 def test_skipped_steps_are_said(comparison: Comparison) -> None:
     edit_json(Path("models/frugal/training.json"), skipped_steps=3)
-    assert "(frugal 3)" in " ".join(caveats(_build()))
+    assert "(frugal 3)" in " ".join(caveats(build()))

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 
-from stages.compare import variant_files
-from stages.params import load_params
 from stages.report.bootstrap import BootstrapError
 from stages.report.inputs import Device, InputError
-from stages.report.rows import Comparison, ComparisonError, Row, build_comparison, device_name
-from tests.report.variant_results import edit_json, write_documents, write_results
+from stages.report.rows import ComparisonError, Row, device_name
+from tests.report.variant_results import build, edit_json, write_documents, write_results
 
 _CONTRACT = [
     "variant", "precision", "recompute", "compile", "micro_batch_size", "accumulation_steps", "tokens",
@@ -26,17 +24,12 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _build() -> Comparison:
-    params = load_params()
-    return build_comparison(params, {variant: variant_files(variant) for variant in params.variants})
-
-
 def test_fields_are_the_contract() -> None:
     assert list(Row.model_fields) == _CONTRACT
 
 
 def test_rows(results: Path) -> None:
-    comparison = _build()
+    comparison = build()
     baseline, amp, compiled, frugal = comparison.rows
     assert [row.variant for row in comparison.rows] == [
         "baseline",
@@ -62,7 +55,7 @@ def test_order_and_reference_come_from_the_params(results: Path) -> None:
     start = text.index("  frugal:")
     frugal = text[start:]
     Path("params.yaml").write_text(text[:start].replace("variants:\n", f"variants:\n{frugal}"))
-    comparison = _build()
+    comparison = build()
     assert [row.variant for row in comparison.rows][:2] == ["frugal", "baseline"]
     assert comparison.rows[1].memory_saved == pytest.approx(1 - 612 / 79, abs=1e-6)
 
@@ -70,7 +63,7 @@ def test_order_and_reference_come_from_the_params(results: Path) -> None:
 def test_removed_variant_is_not_shown(results: Path) -> None:
     text = Path("params.yaml").read_text()
     Path("params.yaml").write_text(text[: text.index("  frugal:")])
-    assert "frugal" not in [row.variant for row in _build().rows]
+    assert "frugal" not in [row.variant for row in build().rows]
 
 
 def test_another_device_gets_no_ratio(results: Path) -> None:
@@ -79,7 +72,7 @@ def test_another_device_gets_no_ratio(results: Path) -> None:
         device={"kind": "cuda", "name": "NVIDIA H200", "threads": 16},
         peak_memory_kind="max_memory_allocated",
     )
-    comparison = _build()
+    comparison = build()
     frugal = comparison.rows[3]
     assert (frugal.speedup, frugal.memory_saved, frugal.device) == (None, None, "NVIDIA H200")
     assert frugal.delta_ci95 is not None
@@ -89,7 +82,7 @@ def test_another_device_gets_no_ratio(results: Path) -> None:
 
 def test_memory_measured_in_another_way_gets_no_ratio(results: Path) -> None:
     edit_json(Path("results/measurements/frugal.json"), peak_memory_kind="resident set")
-    frugal = _build().rows[3]
+    frugal = build().rows[3]
     assert frugal.memory_saved is None
     assert frugal.speedup is not None
 
@@ -110,13 +103,13 @@ def test_device_name(device: Device, name: str) -> None:
 def test_unequal_tokens_are_refused(results: Path) -> None:
     edit_json(Path("models/frugal/training.json"), tokens=500_000)
     with pytest.raises(ComparisonError, match=r"frugal 500,000\).*single-item train@frugal`"):
-        _build()
+        build()
 
 
 def test_another_seed_is_refused(results: Path) -> None:
     edit_json(Path("models/frugal/training.json"), seed=1)
     with pytest.raises(ComparisonError, match=r"seed 1337.*frugal 1; run `dvc repro train@frugal`"):
-        _build()
+        build()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +124,7 @@ def test_results_of_older_params_are_refused(
 ) -> None:
     edit_json(Path(path), **changes)
     with pytest.raises(ComparisonError, match=message):
-        _build()
+        build()
 
 
 @pytest.mark.parametrize(
@@ -150,28 +143,28 @@ def test_every_broken_file_is_named_with_its_stage(results: Path, path: str, tar
     whole = Path(path).read_text()
     Path(path).write_text(whole[: len(whole) // 3].rstrip("0123456789.,-\n") + "\x00")
     with pytest.raises(InputError, match=rf"^{path}: .*dvc repro --force --single-item {target}`"):
-        _build()
+        build()
     Path(path).unlink()
     with pytest.raises(InputError, match=rf"^{path}: no such file; run `dvc repro {target}`$"):
-        _build()
+        build()
 
 
 def test_wrong_type_is_named_by_key(results: Path) -> None:
     edit_json(Path("results/measurements/frugal.json"), tokens_per_second="fast")
     with pytest.raises(InputError, match=r"tokens_per_second: .*found 'fast'"):
-        _build()
+        build()
 
 
 def test_file_of_another_variant_is_refused(results: Path) -> None:
     Path("results/plan/frugal.json").write_text(Path("results/plan/baseline.json").read_text())
     with pytest.raises(InputError, match="about the variant 'baseline', not 'frugal'"):
-        _build()
+        build()
 
 
 def test_documents_that_do_not_add_up_are_refused(results: Path) -> None:
     edit_json(Path("results/evaluate/frugal.json"), bits_per_byte=1.4)
     with pytest.raises(InputError, match=r"of different runs; run `dvc repro --force.*evaluate@frugal`"):
-        _build()
+        build()
 
 
 def test_diverged_training_is_named(results: Path) -> None:
@@ -180,23 +173,23 @@ def test_diverged_training_is_named(results: Path) -> None:
     lines[3] = lines[3].rsplit(",", 1)[0] + ",nan"
     path.write_text("\n".join(lines))
     with pytest.raises(InputError, match="the training of frugal diverged"):
-        _build()
+        build()
 
 
 def test_other_documents_are_refused(results: Path) -> None:
-    losses = _build().results["frugal"].losses
+    losses = build().results["frugal"].losses
     write_documents(results, "frugal", losses.bytes[:20], losses.nats[:20])
     bpb = float(losses.nats[:20].sum() / losses.bytes[:20].sum() / 0.6931471805599453)
     edit_json(Path("results/evaluate/frugal.json"), bits_per_byte=bpb, documents=20)
     with pytest.raises(BootstrapError, match="25 and 20 validation documents"):
-        _build()
+        build()
 
 
 def test_seconds_are_joined_to_the_curve_by_step(results: Path) -> None:
     path = Path("results/measurements/baseline.csv")
     header, *rows = path.read_text().splitlines()
     path.write_text("\n".join([header, *rows[2:-1:3], rows[-1]]))
-    curve = _build().results["baseline"].curve
+    curve = build().results["baseline"].curve
     assert curve.seconds == pytest.approx(curve.steps * 16 * 256 / 9_800, abs=0.01)
 
 
@@ -204,11 +197,11 @@ def test_timeline_that_ends_early_is_refused(results: Path) -> None:
     path = Path("results/measurements/baseline.csv")
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))
     with pytest.raises(InputError, match=r"ends at step 240 and results/curves/baseline.csv at step 245"):
-        _build()
+        build()
 
 
 def test_row_is_plain_json(results: Path) -> None:
-    row = _build().rows[3].model_dump(mode="json")
+    row = build().rows[3].model_dump(mode="json")
     assert list(row) == _CONTRACT
     assert isinstance(row["delta_ci95"], list)
     json.dumps(row, allow_nan=False)

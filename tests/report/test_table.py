@@ -4,23 +4,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stages.compare import variant_files
-from stages.params import load_params
-from stages.report.rows import Comparison, build_comparison
+from stages.report.rows import Comparison
 from stages.report.table import Cells, difference, markdown_table, results_cells, terminal_table
-from tests.report.variant_results import edit_json, write_results
-
-
-@pytest.fixture
-def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
-    write_results(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return _build()
-
-
-def _build() -> Comparison:
-    params = load_params()
-    return build_comparison(params, {variant: variant_files(variant) for variant in params.variants})
+from tests.report.variant_results import build, edit_json
 
 
 def test_markdown_table() -> None:
@@ -72,7 +58,7 @@ def test_terminal_table_is_not_cut(comparison: Comparison, width: int) -> None:
 def test_devices_are_named_where_they_differ(comparison: Comparison) -> None:
     assert "device" not in results_cells(comparison).header
     edit_json(Path("results/measurements/frugal.json"), device={"kind": "cuda", "name": "NVIDIA H200"})
-    cells = results_cells(_build())
+    cells = results_cells(build())
     assert cells.header[1] == "device"
     assert cells.body[3][1] == "NVIDIA H200"
     assert cells.body[3][5] == "–"

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from stages.compare import variant_files
+from stages.params import load_params
+from stages.report.rows import Comparison, build_comparison
+
 # Memory in MiB, compilation in seconds; `worse` is the added loss in nats per byte.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "baseline": {
@@ -175,3 +179,9 @@ def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
 
 def edit_json(path: Path, **changes: Any) -> None:
     write_json(path, json.loads(path.read_text()) | changes)
+
+
+def build() -> Comparison:
+    """Read back what lies in the current folder."""
+    params = load_params()
+    return build_comparison(params, {variant: variant_files(variant) for variant in params.variants})

@@ -12,7 +12,7 @@ from tests.training.small_run import VOCAB, small_params
 def test_only_matrices_decay_and_every_parameter_is_stepped(tied: bool) -> None:
     params = small_params(weight_decay=0.3, model={"tie_word_embeddings": tied})
     model = Llama(params.model, VOCAB)
-    optimizer = make_optimizer(model, params.training, torch.tensor(0.01))
+    optimizer = make_optimizer(model, params.training, torch.tensor(0.01), params.variants["v"])
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay == {id(p): 0.3 if p.dim() == 2 else 0.0 for p in model.parameters()}
     norms = [name for name, p in model.named_parameters() if decay[id(p)] == 0]
@@ -22,7 +22,9 @@ def test_only_matrices_decay_and_every_parameter_is_stepped(tied: bool) -> None:
 
 def test_every_setting_arrives() -> None:
     params = small_params(adam_beta1=0.7, adam_beta2=0.77, adam_epsilon=1e-4)
-    optimizer = make_optimizer(Llama(params.model, VOCAB), params.training, torch.tensor(0.01))
+    optimizer = make_optimizer(
+        Llama(params.model, VOCAB), params.training, torch.tensor(0.01), params.variants["v"]
+    )
     for group in optimizer.param_groups:
         assert group["betas"] == (0.7, 0.77)
         assert group["eps"] == 1e-4
@@ -33,7 +35,7 @@ def test_all_groups_hold_the_schedules_tensor() -> None:
     rate = torch.tensor(0.0)
     params = small_params(weight_decay=0.0)
     model = Llama(params.model, VOCAB)
-    optimizer = make_optimizer(model, params.training, rate)
+    optimizer = make_optimizer(model, params.training, rate, params.variants["v"])
     assert all(group["lr"] is rate for group in optimizer.param_groups)
 
     def moved() -> float:
