@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from stages.model.llama import Llama
 from stages.params import VariantParams
@@ -38,10 +39,13 @@ def mark_dynamic_documents(cu_seqlens: torch.Tensor | None, variant: VariantPara
 def use_compile_cache(folder: Path) -> None:
     """Keep compiled graphs and kernels in `folder`, so that a second run starts warm.
 
-    Must be called before the first compilation. A folder the user named in the environment wins. What is
-    compiled is found again by a hash of the traced graph, the compiler's settings (the memory budget
-    among them) and torch's version; tracing itself is done in every run.
+    Must be called before the first compilation. A folder the user named in the environment wins; torch's
+    own default, which merely importing parts of the compiler writes there, does not: it lies under the
+    temporary folder and is lost with the machine. What is compiled is found again by a hash of the traced
+    graph, the compiler's settings (the memory budget among them) and torch's version; tracing itself is
+    done in every run.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, str(Path(default_cache_dir()).absolute())):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     folder.mkdir(parents=True, exist_ok=True)

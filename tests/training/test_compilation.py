@@ -4,6 +4,8 @@ Compiling takes seconds even at this size, so almost everything here is slow.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,18 @@ def test_the_cache_goes_to_a_folder_unless_the_user_named_one(
     assert Path(inductor) == tmp_path / "cache" / "inductor"
     assert os.environ["TRITON_CACHE_DIR"] == "the users own"
     assert (tmp_path / "cache").is_dir()
+
+
+def test_the_default_that_importing_torch_writes_is_not_the_users_choice(tmp_path: Path) -> None:
+    """Seen: importing the train stage named torch's folder under /tmp, and nothing was kept."""
+    code = (
+        "import os, stages.train; from pathlib import Path;"
+        f"stages.train.use_compile_cache(Path({str(tmp_path)!r}));"
+        "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "TRITON"))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / "inductor"), done.stderr
 
 
 def test_documents_are_marked_only_for_the_compiler() -> None:
