@@ -17,7 +17,7 @@ help:
 	@echo "make test-fast  the tests that take seconds"
 	@echo "make lint       formatting, lint, types"
 	@echo "make sync       send to MLflow what could not be sent while training"
-	@echo "make clean-work delete compile caches and other work in progress"
+	@echo "make clean-work delete work in progress: interrupted trainings start over"
 
 $(VENV)/run.stamp: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

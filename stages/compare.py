@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from stages.interruption import run_interruptible
 from stages.outs import write_out
 from stages.params import Params, ParamsError, load_params
 from stages.report.bootstrap import BootstrapError
@@ -94,6 +95,10 @@ def track(comparison: Comparison) -> list[str]:
 
 def main() -> int:
     """Run the stage; the exit status."""
+    return run_interruptible("compare", _run)
+
+
+def _run() -> int:
     try:
         comparison = compare(load_params())
     except (ParamsError, InputError, BootstrapError, ComparisonError) as error:

@@ -21,6 +21,7 @@ from stages.data.token_files import TokenFile, TokenFileError
 from stages.data.tokenizer import TokenizerError, decode, load_tokenizer
 from stages.evaluation.sampling import continue_tokens
 from stages.evaluation.validation_loss import DocumentLosses, document_losses
+from stages.interruption import run_interruptible
 from stages.measure.hardware import HardwareError, select_device
 from stages.measure.host_allocator import keep_freed_memory
 from stages.model.hugging_face import llama_config
@@ -38,6 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.evaluate", description=__doc__)
     parser.add_argument("variant", help="a key of `variants` in params.yaml")
     variant = parser.parse_args(arguments).variant
+    return run_interruptible(f"evaluate {variant}", lambda: _run(variant))
+
+
+def _run(variant: str) -> int:
     try:
         params = load_params()
         params.require_variant(variant)

@@ -8,6 +8,9 @@ from stages.params import Params
 
 _CODE = ("params", "data", "model", "training")
 """The rooms whose code a trained model depends on; what only measures or tracks is not among them."""
+_MODULES = ("train.py", "train_results.py", "train_run.py")
+_PATIENCE = {"max_bad_steps", "max_overflows_in_a_row"}
+"""When a run gives up. A checkpoint is only made of a run that did not, so it fits any such limit."""
 
 
 def train_fingerprint(params: Params, variant: str, device_type: str, tokens_meta: Path) -> str:
@@ -21,16 +24,17 @@ def train_fingerprint(params: Params, variant: str, device_type: str, tokens_met
     """
     stages = Path(__file__).parent
     files = sorted(file for room in _CODE for file in (stages / room).rglob("*.py"))
+    files += [stages / name for name in _MODULES]
     decides = {
         "variant": variant,
         "device": device_type,
         "seed": params.seed,
         "vocab_size": params.tokenizer.vocab_size,
         "model": params.model.model_dump(mode="json"),
-        "training": params.training.model_dump(mode="json"),
+        "training": params.training.model_dump(mode="json", exclude=_PATIENCE),
         "techniques": params.variants[variant].model_dump(mode="json"),
         "tokens": _sha256(tokens_meta),
-        "code": {str(file.relative_to(stages)): _sha256(file) for file in [*files, stages / "train.py"]},
+        "code": {str(file.relative_to(stages)): _sha256(file) for file in files},
         "environment": _sha256(stages.parent / "constraints.txt"),
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from stages.interruption import run_interruptible
 from stages.measure.flops import model_flops_per_token, parameter_count
 from stages.memory import predict
 from stages.outs import write_out
@@ -87,25 +88,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("variant", nargs="?", help="a name under variants: in the params; none: print all")
     parser.add_argument("--params", default="params.yaml", help="the params file (default: %(default)s)")
     options = parser.parse_args(arguments)
+    name = "plan" if options.variant is None else f"plan {options.variant}"
+    return run_interruptible(name, lambda: _run(options.params, options.variant))
+
+
+def _run(params_file: str, variant: str | None) -> int:
     try:
-        params = load_params(options.params)
-        if options.variant is not None:
-            params.require_variant(options.variant)
+        params = load_params(params_file)
+        if variant is not None:
+            params.require_variant(variant)
     except ParamsError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.variant is None:
+    if variant is None:
         console = Console()
         if not console.is_terminal:  # a pipe or a log: as wide as the table is
             console = Console(width=150)
         console.print(plan_table(params))
         return 0
     try:
-        path = write_plan(params, options.variant)
+        path = write_plan(params, variant)
     except OSError as error:
         print(f"{OUT_FOLDER}: cannot write the plan: {error}", file=sys.stderr)
         return 1
-    print(f"{options.variant}: plan written to {path}")
+    print(f"{variant}: plan written to {path}")
     return 0
 
 

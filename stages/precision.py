@@ -21,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from stages.interruption import run_interruptible
 from stages.measure.format_support import YES, measure_speed, try_format
 from stages.measure.hardware import Device, HardwareError, MatmulCeiling, describe_device, select_device
 from stages.measure.number_formats import NUMBER_FORMATS, NumberFormat, limits, measure_rounding
@@ -46,6 +47,10 @@ class PrecisionLabError(RuntimeError):
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    return run_interruptible("precision", lambda: _run(options), "it is not complete; run it again")
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         report = run_lab(select_device(options.device), options.seconds)
         write_report(report, options.output)

@@ -16,7 +16,8 @@ class TrainingProgress:
     """A bar with speed, loss, learning rate, peak memory and time left; where no terminal is, a line
     now and then with the same figures."""
 
-    def __init__(self, variant: str, num_steps: int):
+    def __init__(self, variant: str, num_steps: int, steps_done: int = 0):
+        self._steps_done = steps_done
         self._variant, self._num_steps = variant, num_steps
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -26,7 +27,9 @@ class TrainingProgress:
             TimeRemainingColumn(compact=True),
             disable=not sys.stdout.isatty(),
         )
-        self._task = self._bar.add_task(variant, total=num_steps, figures="first step …")
+        self._task = self._bar.add_task(
+            variant, total=num_steps, completed=steps_done, figures="first step …"
+        )
         self._began = self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -49,5 +52,5 @@ class TrainingProgress:
         is_last = row.step == self._num_steps
         if self._bar.disable and (is_last or now - self._last_line > _SECONDS_BETWEEN_LINES):
             self._last_line = now
-            left = (now - self._began) / row.step * (self._num_steps - row.step)
+            left = (now - self._began) / (row.step - self._steps_done) * (self._num_steps - row.step)
             print(f"{self._variant} {row.step}/{self._num_steps}  {figures}  {left:.0f} s left", flush=True)

@@ -7,7 +7,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,8 @@ from stages.data.sources import describe_corpus, iterate_documents, total_text_b
 from stages.data.special_tokens import SPECIAL_TOKENS
 from stages.data.token_files import TokenFileWriter
 from stages.data.tokenizer import encode_documents, train_tokenizer
+from stages.interruption import run_interruptible
+from stages.outs import out_folder
 from stages.params import Params, ParamsError, TokenizerParams, TrainingParams, load_params
 
 OUT = Path("data/tokens")
@@ -31,6 +32,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 def main(arguments: list[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m stages.tokenize_data", description=__doc__).parse_args(arguments)
+    outcome = f"nothing of {OUT} was written; `dvc repro` runs it again"
+    return run_interruptible("tokenize", _run, outcome)
+
+
+def _run() -> int:
     try:
         params = load_params()
         _use_threads(params.tokenizer)
@@ -50,15 +56,8 @@ def tokenize(params: Params, out: Path) -> None:
     Raises:
         CorpusError: the corpus cannot be used, or a split is too small for one sequence.
     """
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write_all(params, partial)
-        shutil.rmtree(out, ignore_errors=True)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with out_folder(out) as folder:
+        _write_all(params, folder)
 
 
 def _use_threads(tokenizer: TokenizerParams) -> None:

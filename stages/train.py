@@ -1,76 +1,85 @@
 """The train stage: `python -m stages.train VARIANT`.
 
 Reads the tokens, trains the variant, and writes its checkpoint and curve (results: the same in every run
-of the same params) and its measurements (of this run on this machine).
+of the same params) and its measurements (of this run on this machine). It goes on from its last
+checkpoint in the work folder, and however often it was stopped the results are those of a run that
+never was.
 """
 
 import argparse
-import csv
-import io
+import gc
 import json
-import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import OutOfMemoryError
+import torch
 
 from stages.data.sequences import PackedSequences, PaddedSequences, SequencesError, make_sequences
 from stages.data.token_files import TokenFile, TokenFileError
 from stages.fingerprint import train_fingerprint
+from stages.interruption import EXIT_INTERRUPTED, Interrupted, StopSignals, stop_signals
 from stages.measure.compilation import CompileWatch
-from stages.measure.flops import model_flops_per_token
 from stages.measure.hardware import (
     HardwareError,
-    MatmulCeiling,
     describe_device,
     measure_matmul_flops_per_second,
     select_device,
 )
 from stages.measure.host_allocator import keep_freed_memory
-from stages.measure.peak_memory import peak_rss_bytes
-from stages.measure.throughput import StepTimer
+from stages.measure.out_of_memory import FailedAllocation, failed_allocation
+from stages.measure.units import readable_bytes
+from stages.memory.leaner_recipes import (
+    DeviceType,
+    leaner_recipes,
+    next_smaller_micro_batch,
+    predicted_peak_bytes,
+)
 from stages.model.attention import attention_kernel
-from stages.outs import out_folder, write_out
-from stages.params import Params, ParamsError, flatten, load_params
+from stages.params import Params, ParamsError, load_params
 from stages.progress import TrainingProgress
-from stages.report.style import LIGHT
-from stages.tracking import RunTracker, TokensDataset, project_root, provenance_tags, work_root
-from stages.training.checkpoint import save_checkpoint
+from stages.tracking import project_root, work_root
+from stages.train_results import TrainRecord, is_committed, publish, texts_to_publish
+from stages.train_run import TrainingStopped, TrainRun, restored_record, say, steps_with_checkpoints
+from stages.train_tracking import run_tracker, track
+from stages.training.bad_steps import BadStepError
+from stages.training.checkpoint import CheckpointError
+from stages.training.checkpoint_store import CheckpointStore
 from stages.training.compilation import apply_compile, use_compile_cache
 from stages.training.device_rules import DeviceRuleError, check_device_rules
-from stages.training.loop import CurveRow, Measurements, training_rows
 from stages.training.precision import PrecisionError, set_float32_matmul
 from stages.training.recompute import apply_recompute
 from stages.training.state import TrainState, initial_state
+from stages.work_folder import WorkFolderError, hold_work_folder
 
 TOKENS = Path("data/tokens")
 TOKENS_META = TOKENS / "meta.json"
+# Single numbers about the whole run that MLflow shows beside the curves.
+SUMMARY = ("peak_memory_bytes", "compile_seconds", "recompiles", "mfu", "wall_seconds", "starts")
 
 
-class DivergedError(RuntimeError):
-    """The loss is no number any more."""
+class DeviceFullError(RuntimeError):
+    """A training that does not fit; the message says what would."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.train", description=__doc__)
     parser.add_argument("variant", help="a key of `variants` in params.yaml")
-    variant = parser.parse_args(arguments).variant
+    parser.add_argument("--fresh", action="store_true", help="start over, whatever progress there is")
+    options = parser.parse_args(arguments)
+    name = f"train {options.variant}"
     try:
-        params = load_params()
-        params.require_variant(variant)
-        train(params, variant)
-    except KeyboardInterrupt:
-        print(f"train {variant}: interrupted; none of its outs were written", file=sys.stderr)
-        return 130
-    except OutOfMemoryError as error:
-        print(
-            f"train {variant}: {str(error).split('. ')[0]}; lower variants.{variant}.micro_batch_size, or "
-            "use loss: chunked or recompute (`python -m stages.plan` predicts the peak)",
-            file=sys.stderr,
-        )
-        return 1
+        with stop_signals(name, "`dvc repro` goes on from the last checkpoint") as signals:
+            params = load_params()
+            params.require_variant(options.variant)
+            train(params, options.variant, signals, fresh=options.fresh)
+    except TrainingStopped as stopped:
+        say(f"{name}: stopped by {stopped.signal_name} {stopped.outcome}")
+        return EXIT_INTERRUPTED
+    except Interrupted as stopped:
+        say(f"{name}: stopped by {stopped.signal_name} before a step was done; `dvc repro` goes on")
+        return EXIT_INTERRUPTED
     except (
         ParamsError,
         HardwareError,
@@ -78,80 +87,176 @@ def main(arguments: list[str] | None = None) -> int:
         DeviceRuleError,
         TokenFileError,
         SequencesError,
-        DivergedError,
+        WorkFolderError,
+        CheckpointError,
+        BadStepError,
+        DeviceFullError,
         OSError,
     ) as error:
-        print(f"train {variant}: {error}", file=sys.stderr)
+        say(f"{name}: {error}")
         return 1
     return 0
 
 
-def train(params: Params, variant: str) -> None:
-    """Train one variant from the first step to the last and publish its outs."""
-    techniques = params.variants[variant]
+def train(params: Params, variant: str, signals: StopSignals, *, fresh: bool = False) -> None:
+    """Train one variant from its last checkpoint to the end and publish its outs.
+
+    Raises:
+        Interrupted: `signals` said so; what was trained is saved.
+        DeviceFullError: it does not fit, and `hardware.on_out_of_memory` is stop or nothing is left to halve.
+    """
     device = select_device(params.hardware.device)
     if device.type == "cpu":
         keep_freed_memory()
-    check_device_rules(params.model, techniques, device)
+    check_device_rules(params.model, params.variants[variant], device)
     use_compile_cache(project_root() / params.hardware.compile_cache)
-    matmul_setting = set_float32_matmul(techniques.precision, device)
-    ceiling = measure_matmul_flops_per_second(device, techniques.precision)
     sequences = _train_sequences(params)
-    state, policy = initial_state(params, variant, device)
-    apply_recompute(state.model, techniques)
-    apply_compile(state.model, techniques)
-
-    device_facts = asdict(describe_device(device)) | {
-        "float32_matmul_precision": matmul_setting,
-        "attention_kernel": attention_kernel(device, policy.autocast_dtype or policy.weights_dtype),
-    }
     fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
-    rows: list[CurveRow] = []
-    with (
-        _tracker(params, variant, fingerprint, device_facts) as tracker,
-        TrainingProgress(variant, params.training.num_steps) as progress,
-        CompileWatch(enabled=techniques.compile != "off") as compilation,
+    with hold_work_folder(work_root(), "train", variant, fingerprint, fresh=fresh) as folder:
+        store = CheckpointStore(folder, params.checkpoints.keep)
+        run: TrainRun | None = TrainRun(params, variant, device, fingerprint, store)
+        while run is not None:
+            run = _train_or_halve(run, sequences, signals)
+
+
+def _train_or_halve(
+    run: TrainRun, sequences: PackedSequences | PaddedSequences, signals: StopSignals
+) -> TrainRun | None:
+    """Train to the end; or, where memory runs out, the run to try next."""
+    try:
+        _train_from_checkpoint(run, sequences, signals)
+        return None
+    except (RuntimeError, MemoryError) as error:
+        failure = failed_allocation(error, run.device)
+        if failure is None:
+            raise
+        problem = _out_of_memory_message(run, failure)
+    # Only now, with its traceback gone, is the memory of the failed step free.
+    smaller = next_smaller_micro_batch(run.techniques, run.params.training.global_batch_size)
+    if (
+        run.params.hardware.on_out_of_memory == "stop"
+        or smaller is None
+        or run.techniques.optimizer_in_backward
     ):
-        measurements = Measurements(StepTimer(), compilation)
-        for row in training_rows(state, sequences, params, variant, policy, measurements):
-            rows.append(row)
-            if not math.isfinite(row.loss):
-                raise DivergedError(
-                    f"the loss is {row.loss} at step {row.step}: the training diverged; lower "
-                    f"training.learning_rate or change variants.{variant}.precision"
-                )
-            tokens_per_second = measurements.timer.rows()[-1][2]
+        raise DeviceFullError(problem)
+    say(f"{run.variant}: {problem}; going on from the last checkpoint with micro_batch_size {smaller}")
+    torch._dynamo.reset()
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return run.with_micro_batch(smaller)
+
+
+def _train_from_checkpoint(
+    run: TrainRun, sequences: PackedSequences | PaddedSequences, signals: StopSignals
+) -> None:
+    params, store = run.params, run.store
+    matmul_setting = set_float32_matmul(run.techniques.precision, run.device)
+    state, policy = initial_state(params, run.variant, run.device)
+    record, resumed = restored_record(run, state)
+    if record.published is not None:
+        if not is_committed(run.variant, record.published):
+            _publish_again(run, record.published)
+            return
+        store.remove(store.checkpoints())
+        state, policy = initial_state(params, run.variant, run.device)
+        record, resumed = TrainRecord(run.techniques.micro_batch_size), False
+    if record.micro_batch_size > run.techniques.micro_batch_size:
+        halved = {"after_step": state.step, "micro_batch_size": run.techniques.micro_batch_size}
+        record = replace(record, micro_batch_size=halved["micro_batch_size"], halved=[*record.halved, halved])
+    run = run.with_micro_batch(record.micro_batch_size)
+    record.starts += 1
+
+    apply_recompute(state.model, run.techniques)
+    apply_compile(state.model, run.techniques)
+    ceiling = measure_matmul_flops_per_second(run.device, run.techniques.precision)
+    device_facts = asdict(describe_device(run.device)) | {
+        "float32_matmul_precision": matmul_setting,
+        "attention_kernel": attention_kernel(run.device, policy.autocast_dtype or policy.weights_dtype),
+    }
+    with (
+        run_tracker(run, device_facts, TOKENS_META, resumed=resumed) as tracker,
+        TrainingProgress(run.variant, params.training.num_steps, state.step) as progress,
+        CompileWatch(enabled=run.techniques.compile != "off") as compilation,
+    ):
+        measurements = record.measurements(compilation)
+        for row in steps_with_checkpoints(run, state, sequences, policy, record, measurements, signals):
+            track(tracker, row, measurements)
             peak_bytes = measurements.peak.bytes if measurements.peak else None
-            tracker.log(
-                row.step,
-                {
-                    "loss": row.loss,
-                    "learning_rate": row.learning_rate,
-                    "grad_norm": row.grad_norm,
-                    "tokens": row.tokens,
-                    "tokens_per_second": tokens_per_second,
-                    "seconds": measurements.timer.elapsed_seconds,
-                },
-            )
-            progress.show(row, tokens_per_second, peak_bytes)
-        figures = _figures(params, variant, state, measurements, ceiling)
-        tracker.log_summary(
-            {
-                key: figures[key]
-                for key in ("peak_memory_bytes", "compile_seconds", "recompiles", "mfu", "wall_seconds")
-            }
+            progress.show(row, measurements.timer.rows()[-1][2], peak_bytes)
+        figures = record.figures(params, measurements, store, ceiling)
+        texts = texts_to_publish(
+            _training_facts(run, state, record),
+            {"variant": run.variant, "device": device_facts} | figures,
+            record.rows,
+            measurements.timer,
         )
-        _publish_results(params, variant, fingerprint, state, rows)
-        _publish_measurements(variant, {"variant": variant, "device": device_facts} | figures, measurements)
+        tracker.log_summary({key: figures[key] for key in SUMMARY})
+        complete = replace(record.at_checkpoint(measurements, store), published=texts)
+        try:
+            publish(run.variant, store.save_now(state, complete.to_dict()), texts)
+            store.remove(store.checkpoints()[:-1])
+        except OSError as error:
+            raise OSError(
+                f"{error}; mend that and run `dvc repro`: it goes on from the last checkpoint"
+            ) from None
+    _print_end(run, state, record, figures)
+
+
+def _publish_again(run: TrainRun, texts: dict[str, str]) -> None:
+    """A run that was complete and died before DVC had its outs."""
+    measured = json.loads(texts["measurements"])
+    with run_tracker(run, measured["device"], TOKENS_META, resumed=True) as tracker:
+        tracker.log_summary({key: measured[key] for key in SUMMARY})
+        publish(run.variant, run.store.checkpoints()[-1], texts)
+    print(f"{run.variant}: was complete; its outs are published from {run.store.folder}")
+
+
+def _out_of_memory_message(run: TrainRun, failure: FailedAllocation) -> str:
+    requested = (
+        "an allocation" if failure.requested_bytes is None else readable_bytes(failure.requested_bytes)
+    )
+    device_type: DeviceType = "cuda" if run.device.type == "cuda" else "cpu"
+    predicted = predicted_peak_bytes(run.params, run.techniques, device_type)
+    fits = [
+        f"{recipe.change} ({readable_bytes(recipe.peak_bytes)}, "
+        f"{'fits' if recipe.peak_bytes < failure.in_use_bytes else 'may not fit'})"
+        for recipe in leaner_recipes(run.params, run.variant, device_type)
+    ]
+    advice = f"less would need variants.{run.variant}.{', or '.join(fits)}" if fits else "use a smaller model"
+    return (
+        f"out of memory: {requested} could not be had beside {readable_bytes(failure.in_use_bytes)} in use; "
+        f"the plan predicts a peak of {readable_bytes(predicted)} with micro_batch_size "
+        f"{run.techniques.micro_batch_size}; {advice}"
+    )
+
+
+def _training_facts(run: TrainRun, state: TrainState, record: TrainRecord) -> dict[str, Any]:
+    return {
+        "variant": run.variant,
+        "fingerprint": run.fingerprint,
+        "seed": run.params.seed,
+        "steps": state.step,
+        "tokens": state.tokens,
+        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "final_loss": record.rows[-1].loss,
+        "skipped_steps": int(state.skipped_steps),
+        "precision": run.techniques.precision,
+        "micro_batch_size": run.techniques.micro_batch_size,
+        "accumulation_steps": run.params.accumulation_steps(run.variant),
+        "out_of_memory": record.halved,
+    }
+
+
+def _print_end(run: TrainRun, state: TrainState, record: TrainRecord, figures: dict[str, Any]) -> None:
     if figures["recompiles"]:
-        print(
-            f"{variant}: torch.compile compiled {figures['recompiles']} times more after the first step; a "
-            "shape or a type changed, and the speed includes it",
-            file=sys.stderr,
+        say(
+            f"{run.variant}: torch.compile compiled {figures['recompiles']:.0f} times more after the first "
+            "step; a shape or a type changed, and the speed includes it"
         )
     print(
-        f"{variant}: {state.tokens:,} tokens, loss {rows[-1].loss:.4f}, "
-        f"{figures['tokens_per_second']:,.0f} tokens/s, peak {figures['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        f"{run.variant}: {state.tokens:,} tokens, loss {record.rows[-1].loss:.4f}, "
+        f"{figures['tokens_per_second']:,.0f} tokens/s, peak {readable_bytes(figures['peak_memory_bytes'])}"
     )
 
 
@@ -165,115 +270,6 @@ def _train_sequences(params: Params) -> PackedSequences | PaddedSequences:
     if not TOKENS_META.exists():
         raise TokenFileError(f"{TOKENS_META}: no such file; run `dvc repro tokenize`")
     return make_sequences(token_file, params.training.sequences, params.training.sequence_length)
-
-
-def _tracker(params: Params, variant: str, fingerprint: str, device_facts: dict[str, Any]) -> RunTracker:
-    tags = {
-        "mlflow.runColor": LIGHT.colour(list(params.variants).index(variant)),
-        "variant": variant,
-        "fingerprint": fingerprint,
-        "device": device_facts["name"],
-        "device.kind": device_facts["kind"],
-    }
-    return RunTracker(
-        work_root(),
-        variant,
-        fingerprint,
-        params.tracking.experiment,
-        _flat_params(params, variant),
-        provenance_tags() | tags,
-        _dataset(),
-    )
-
-
-def _publish_results(
-    params: Params, variant: str, fingerprint: str, state: TrainState, rows: list[CurveRow]
-) -> None:
-    """The checkpoint and the curve: the same bytes in every run of the same params on one machine."""
-    training = {
-        "variant": variant,
-        "fingerprint": fingerprint,
-        "seed": params.seed,
-        "steps": state.step,
-        "tokens": state.tokens,
-        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "final_loss": rows[-1].loss,
-        "skipped_steps": int(state.skipped_steps),
-        "precision": params.variants[variant].precision,
-    }
-    with out_folder(Path("models") / variant) as folder:
-        save_checkpoint(state, folder)
-        (folder / "training.json").write_text(_json(training))
-    write_out(Path(f"results/curves/{variant}.csv"), _csv([asdict(row) for row in rows]))
-
-
-def _publish_measurements(variant: str, summary: dict[str, Any], measurements: Measurements) -> None:
-    """What this run took on this machine, in files of its own: they alone may differ."""
-    write_out(Path(f"results/measurements/{variant}.json"), _json(summary))
-    columns = ("step", "seconds", "tokens_per_second")
-    timed = [dict(zip(columns, values, strict=True)) for values in measurements.timer.rows()]
-    write_out(Path(f"results/measurements/{variant}.csv"), _csv(timed))
-
-
-def _figures(
-    params: Params, variant: str, state: TrainState, measurements: Measurements, ceiling: MatmulCeiling
-) -> dict[str, Any]:
-    """The numbers of this run on this machine."""
-    throughput, peak = measurements.timer.summary(), measurements.peak
-    assert peak is not None, "a run has at least one step, and one of them is measured"
-    flops = model_flops_per_token(params.model, params.tokenizer.vocab_size, params.training.sequence_length)
-    return {
-        "tokens_per_second": throughput.tokens_per_second,
-        "median_step_seconds": throughput.median_step_seconds,
-        "steps_counted": throughput.steps_counted,
-        "includes_disturbed": throughput.includes_disturbed,
-        "wall_seconds": measurements.timer.elapsed_seconds,
-        "compile_seconds": measurements.compilation.compile_seconds,
-        "compilations": measurements.compilation.compilations,
-        "recompiles": measurements.compilation.recompiles,
-        "peak_memory_bytes": peak.bytes,
-        "peak_memory_kind": peak.kind,
-        "peak_reserved_bytes": peak.reserved_bytes,
-        "peak_rss_bytes": peak_rss_bytes(),
-        "mfu": throughput.tokens_per_second * flops / ceiling.flops_per_second,
-        "model_flops_per_token": flops,
-        "peak_flops_per_second": ceiling.flops_per_second,
-        "peak_flops_source": ceiling.source,
-    }
-
-
-def _flat_params(params: Params, variant: str) -> dict[str, object]:
-    """What this run was made with; its own techniques as `variant.…`, the other variants left out."""
-    shared = params.model_dump(exclude={"variants", "tracking"})
-    techniques = params.variants[variant].model_dump()
-    techniques["accumulation_steps"] = params.accumulation_steps(variant)
-    return flatten(shared | {"variant": techniques})
-
-
-def _dataset() -> TokensDataset:
-    meta = json.loads(TOKENS_META.read_text())
-    corpus, splits = meta["corpus"], meta["splits"]
-    counts = {
-        f"{split}_{key}": splits[split][key] for split in splits for key in ("documents", "tokens", "bytes")
-    }
-    return TokensDataset(
-        name=corpus["source"],
-        sha256=splits["train"]["text_sha256"],
-        source=json.dumps(corpus, sort_keys=True),
-        profile=counts,
-    )
-
-
-def _json(content: object) -> str:
-    return json.dumps(content, indent=2) + "\n"
-
-
-def _csv(rows: list[dict[str, float]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ def _other_value(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return value * 2
+        return value * 2 or 1
     return {"packed": "padded"}[value]
 
 
 MODEL_KEYS = [*check_params(BASE).model.model_dump()]
+PATIENCE = ("max_bad_steps", "max_overflows_in_a_row")
 TRAINING_KEYS = [*check_params(BASE).training.model_dump()]
 
 
@@ -102,7 +103,13 @@ def test_every_key_of_model_and_training_counts(project: Project) -> None:
             # Rules between keys are not what is tested here.
             other = values.model_copy(update={key: _other_value(value)})
             seen.add(project.fingerprint(params.model_copy(update={section: other})))
-    assert len(seen) == 1 + len(MODEL_KEYS) + len(TRAINING_KEYS)
+    assert len(seen) == 1 + len(MODEL_KEYS) + len(TRAINING_KEYS) - len(PATIENCE)
+
+
+@pytest.mark.parametrize("key", PATIENCE)
+def test_when_to_give_up_is_no_part_of_a_result(project: Project, key: str) -> None:
+    """A run that stopped at a bad batch goes on from its last checkpoint when more of them are allowed."""
+    assert project.fingerprint(changed("training", key, 7)) == project.fingerprint()
 
 
 @pytest.mark.parametrize(

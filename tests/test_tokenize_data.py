@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +142,71 @@ def test_a_corpus_that_cannot_be_used_ends_in_one_sentence(
         assert not list(folder.glob("data/*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_run_leaves_nothing_that_looks_whole(tmp_path: Path, number: signal.Signals) -> None:
-    write_params(tmp_path, corpus={"source": "embedded"}, tokenizer={"vocab_size": 300, "workers": 1})
-    process = run_stage(tmp_path)
+def part(folder: Path) -> Path:
+    return folder / "data/.tokens.part"
+
+
+WHEN: dict[str, Callable[[Path], bool]] = {
+    "learning": lambda folder: part(folder).exists(),
+    "encoding": lambda folder: (part(folder) / "tokenizer.json").exists(),
+    "writing": lambda folder: any(part(folder).glob("*.safetensors")),
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A folder whose corpus takes a second to tokenize, and what an undisturbed run makes of it."""
+    folder = tmp_path_factory.mktemp("large")
+    corpus = write_corpus(folder, [f"{i} {text}" for i in range(80) for text in DOCUMENTS])
+    tokenizer = {"vocab_size": 300, "workers": 1}
+    write_params(folder, corpus=corpus, tokenizer=tokenizer, training={"sequence_length": 64})
+    process = run_stage(folder)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return folder, outs(folder)
+
+
+FAST = {("learning", signal.SIGINT), ("encoding", signal.SIGTERM), ("writing", signal.SIGKILL)}
+
+
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        pytest.param(
+            when,
+            number,
+            id=f"{when}-{number.name}",
+            marks=() if (when, number) in FAST else pytest.mark.slow,
+        )
+        for when in WHEN
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+    ],
+)
+def test_a_stopped_run_leaves_nothing_that_looks_whole_and_the_next_gives_the_same_bytes(
+    large: tuple[Path, dict[str, bytes]], when: str, number: signal.Signals
+) -> None:
+    folder, wanted = large
+    shutil.rmtree(folder / "data")  # as DVC does before it runs the stage
+    process = run_stage(folder)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "data/tokens.partial/tokenizer.json").exists():
+    while not WHEN[when](folder):
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.001)
     process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == -number
-    assert not (tmp_path / "data/tokens").exists()
-    assert not list(tmp_path.rglob("*.safetensors"))
+    _, errors = process.communicate(timeout=60)
+    if when == "writing" and (folder / "data/tokens").exists():  # the signal came too late
+        assert outs(folder) == wanted
+    elif number is signal.SIGKILL:
+        assert process.returncode == -number
+        assert [path.name for path in (folder / "data").iterdir()] == [".tokens.part"]
+    else:
+        assert process.returncode == 75
+        last_words = "nothing of data/tokens was written; `dvc repro` runs it again"
+        assert errors == f"tokenize: stopped by {number.name}; {last_words}\n"
+        assert not list((folder / "data").iterdir())
+
+    again = run_stage(folder)
+    _, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert outs(folder) == wanted
+    assert [path.name for path in (folder / "data").iterdir()] == ["tokens"]

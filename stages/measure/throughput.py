@@ -5,6 +5,7 @@ interval and hands over what its clock shows; on a CPU it may do so after every 
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -21,12 +22,16 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class _Interval:
+class Interval:
+    """Between two synchronisation points."""
+
     step: int
+    """At its end."""
     steps: int
     tokens: int
     seconds: float
     elapsed_seconds: float
+    """Training seconds up to its end, those before a restart included."""
     disturbed: bool
 
     @property
@@ -46,20 +51,20 @@ class StepTimer:
         timer.summary().tokens_per_second
     """
 
-    def __init__(self, warmup_intervals: int = 1, elapsed_seconds: float = 0.0):
+    def __init__(self, warmup_intervals: int = 1, before: Sequence[Interval] = ()):
         """
         Args:
             warmup_intervals: intervals after `start` that are recorded but not counted: they hold
                 compilation, the allocator's first growth and cold caches.
-            elapsed_seconds: training seconds before `start`, of the part of a resumed run that
-                came before.
+            before: of the part of a resumed run that came before `start`.
         """
         self.warmup_intervals = warmup_intervals
-        self._elapsed_at_start = elapsed_seconds
+        self.intervals = list(before)
+        self._counted_before = len(self.intervals)
+        self._elapsed_at_start = self.elapsed_seconds
         self._started: float | None = None
         self._last = 0.0
         self._step = 0
-        self._intervals: list[_Interval] = []
 
     def start(self, now: float, step: int) -> None:
         """The clock reads `now` (seconds) and `step` optimizer steps are done."""
@@ -83,14 +88,14 @@ class StepTimer:
                 f"an interval must advance both step and clock: step {self._step} to {step}, "
                 f"clock {self._last} to {now} s"
             )
-        self._intervals.append(
-            _Interval(
+        self.intervals.append(
+            Interval(
                 step=step,
                 steps=step - self._step,
                 tokens=tokens,
                 seconds=now - self._last,
                 elapsed_seconds=self._elapsed_at_start + now - self._started,
-                disturbed=disturbed or len(self._intervals) < self.warmup_intervals,
+                disturbed=disturbed or len(self.intervals) - self._counted_before < self.warmup_intervals,
             )
         )
         self._last, self._step = now, step
@@ -98,11 +103,11 @@ class StepTimer:
     @property
     def elapsed_seconds(self) -> float:
         """Seconds of training up to the last interval, those before a resume included."""
-        return self._intervals[-1].elapsed_seconds if self._intervals else self._elapsed_at_start
+        return self.intervals[-1].elapsed_seconds if self.intervals else 0.0
 
     def rows(self) -> list[tuple[int, float, float]]:
         """(step, seconds since training began, tokens per second) of every interval, in order."""
-        return [(i.step, i.elapsed_seconds, i.tokens_per_second) for i in self._intervals]
+        return [(i.step, i.elapsed_seconds, i.tokens_per_second) for i in self.intervals]
 
     def summary(self) -> Throughput:
         """Medians over steps: each step counts once, with its interval's mean.
@@ -110,10 +115,10 @@ class StepTimer:
         Raises:
             ValueError: there is no interval.
         """
-        if not self._intervals:
+        if not self.intervals:
             raise ValueError("StepTimer.summary without an interval")
-        steady = [i for i in self._intervals if not i.disturbed]
-        counted = steady or self._intervals
+        steady = [i for i in self.intervals if not i.disturbed]
+        counted = steady or self.intervals
         return Throughput(
             tokens_per_second=statistics.median(_per_step(counted, [i.tokens_per_second for i in counted])),
             median_step_seconds=statistics.median(_per_step(counted, [i.seconds / i.steps for i in counted])),
@@ -122,5 +127,5 @@ class StepTimer:
         )
 
 
-def _per_step(intervals: list[_Interval], values: list[float]) -> list[float]:
+def _per_step(intervals: list[Interval], values: list[float]) -> list[float]:
     return [value for interval, value in zip(intervals, values, strict=True) for _ in range(interval.steps)]

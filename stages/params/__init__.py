@@ -9,6 +9,7 @@ from stages.params.data import (
 )
 from stages.params.loading import Params, ParamsError, check_params, flatten, load_params
 from stages.params.run import (
+    CheckpointParams,
     EvaluationParams,
     HardwareParams,
     ModelParams,
@@ -19,6 +20,7 @@ from stages.params.variant import BlockGroups, MemoryBudget, VariantParams
 
 __all__ = [
     "BlockGroups",
+    "CheckpointParams",
     "CorpusParams",
     "EmbeddedCorpus",
     "EvaluationParams",

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from stages.params.data import CorpusParams, TokenizerParams
 from stages.params.run import (
+    CheckpointParams,
     EvaluationParams,
     HardwareParams,
     ModelParams,
@@ -46,6 +47,7 @@ class Params(Section):
     model: ModelParams
     training: TrainingParams
     evaluation: EvaluationParams = EvaluationParams()
+    checkpoints: CheckpointParams = CheckpointParams()
     hardware: HardwareParams = HardwareParams()
     tracking: TrackingParams = TrackingParams()
     variants: Annotated[dict[str, VariantParams], Field(min_length=1)]

@@ -76,6 +76,11 @@ class TrainingParams(Section):
     adam_epsilon: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global L2 norm; null does not clip."""
+    max_bad_steps: NonNegativeInt = 0
+    """Steps whose loss or gradients are no number that may be left out, of a whole run; one more stops
+    it. amp_fp16 has max_overflows_in_a_row instead: its GradScaler makes overflows on purpose."""
+    max_overflows_in_a_row: PositiveInt = 20
+    """amp_fp16: steps in a row whose gradients overflow, each halving the scale, before the run stops."""
     log_every_steps: PositiveInt = 10
     """A row of the curve, a point in MLflow and, on a GPU, the one synchronisation with the host."""
 
@@ -115,12 +120,26 @@ class EvaluationParams(Section):
     samples: SampleParams = SampleParams()
 
 
+class CheckpointParams(Section):
+    """In-progress checkpoints: what a run that is killed goes on from. They change no result."""
+
+    every_minutes: PositiveFloat | None = 5.0
+    """Minutes of training between two checkpoints; null saves by steps alone. What a kill loses at most."""
+    every_steps: PositiveInt | None = None
+    """Optimizer steps between two checkpoints, beside `every_minutes`."""
+    keep: PositiveInt = 2
+    """So many of the newest stay; the one before the newest is the way out if that is damaged."""
+
+
 class HardwareParams(Section):
     """The machine that trains."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes the GPU where there is one; a GPU whose driver is too old is an error, never a
     silent fall back to the CPU."""
+    on_out_of_memory: Literal["stop", "halve"] = "stop"
+    """halve: go on from the last checkpoint with half the micro-batch and twice the accumulation; the
+    results say so."""
     compile_cache: str = ".work/compile-cache"
     """Folder where torch.compile keeps its kernels, so that a second run starts warm; relative to
     the DVC root."""

@@ -112,4 +112,15 @@ def caveats(comparison: Comparison) -> Iterator[str]:
         yield ("Wall-clock time includes compilation, tokens/s does not; a longer run pays for it once.")
     if any(row.skipped_steps for row in rows):
         skipped = ", ".join(f"{row.variant} {row.skipped_steps}" for row in rows if row.skipped_steps)
-        yield f"The GradScaler skipped steps whose gradients overflowed ({skipped})."
+        yield (
+            f"Steps whose loss or gradients were no number were skipped ({skipped}); a GradScaler finds its "
+            "scale that way, any other precision should not."
+        )
+    for name, result in comparison.results.items():
+        if result.training.out_of_memory:
+            yield (
+                f"{name} ran out of memory and went on with micro-batches of "
+                f"{result.training.micro_batch_size} instead of {result.plan.micro_batch_size} (after step "
+                f"{', '.join(str(halving['after_step']) for halving in result.training.out_of_memory)}); its "
+                "peak is that of the smaller ones."
+            )

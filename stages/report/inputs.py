@@ -56,6 +56,10 @@ class Training(_Record):
     tokens: PositiveInt
     skipped_steps: NonNegativeInt
     precision: str
+    micro_batch_size: PositiveInt
+    accumulation_steps: PositiveInt
+    out_of_memory: list[dict[str, int]]
+    """Each time that memory ran out: the step before, the micro-batch after."""
 
 
 class Device(BaseModel):

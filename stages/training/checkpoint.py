@@ -17,6 +17,7 @@ the data is a function of seed and step), but libraries beside it do, so their s
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from stages.model.llama import Llama
 from stages.training.optimizer_state import state_layout
 from stages.training.state import TrainState
 
-FORMAT = 1
+FORMAT = 2
 MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
 
 
@@ -36,16 +37,53 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
-def save_checkpoint(state: TrainState, folder: Path) -> None:
-    """Write every field of `state` into `folder`, which must exist and be empty."""
-    from safetensors.torch import save_file  # not needed to import the engine
+@dataclass(frozen=True)
+class Snapshot:
+    """A state at one moment, in host memory and in the form it has on disk."""
 
+    tensors: dict[str, dict[str, Tensor]]
+    """By file name, then by tensor name."""
+    scalars: dict[str, Any]
+
+
+def take_snapshot(state: TrainState, *, copy: bool = True) -> Snapshot:
+    """Every field of `state`, waiting for the device once.
+
+    With `copy` the snapshot stays as it is while training goes on. Without, tensors that are in host
+    memory are shared, for a snapshot that is written before the next step.
+    """
     weights = to_hugging_face(state.model.state_dict(), state.model.params)
     kept = {name: state.optimizer.state.get(p, {}) for name, p in state.model.named_parameters()}
-    save_file(_on_disk(weights), folder / MODEL, {"format": "pt"})
-    save_file(_on_disk(_optimizer_to_hugging_face(kept, state.model)), folder / OPTIMIZER)
-    save_file(_rng_tensors(_device(state)), folder / RNG)
-    (folder / STATE).write_text(json.dumps(_scalars(state), indent=1, sort_keys=True) + "\n")
+    return Snapshot(
+        {
+            MODEL: _on_disk(weights, copy),
+            OPTIMIZER: _on_disk(_optimizer_to_hugging_face(kept, state.model), copy),
+            RNG: _rng_tensors(_device(state)),
+        },
+        _scalars(state),
+    )
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
+    """Write the files of a checkpoint into `folder`, which must exist and be empty.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    from safetensors import SafetensorError  # not needed to import the engine
+    from safetensors.torch import save_file
+
+    for name, tensors in snapshot.tensors.items():
+        try:
+            save_file(tensors, folder / name, {"format": "pt"} if name == MODEL else None)
+        except SafetensorError as error:  # what it makes of the system's error
+            raise OSError(f"{folder / name} cannot be written: {error}") from None
+    (folder / STATE).write_text(json.dumps(snapshot.scalars, indent=1, sort_keys=True) + "\n")
+
+
+def save_checkpoint(state: TrainState, folder: Path) -> None:
+    """Write every field of `state` into `folder`, which must exist and be empty."""
+    write_snapshot(take_snapshot(state, copy=False), folder)
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> None:
@@ -82,6 +120,8 @@ def load_checkpoint(state: TrainState, folder: Path) -> None:
         state.scaler.load_state_dict(scalars["scaler"])
     state.step, state.tokens = scalars["step"], scalars["tokens"]
     state.skipped_steps.fill_(scalars["skipped_steps"])
+    state.skipped_in_a_row.fill_(scalars["skipped_in_a_row"])
+    state.losses_since_row.fill_(scalars["losses_since_row"])
     state.loss_since_row.fill_(scalars["loss_since_row"])
     torch.set_rng_state(rng["torch_cpu"])
     if "torch_cuda" in rng:
@@ -109,6 +149,8 @@ def _scalars(state: TrainState) -> dict[str, Any]:
         "step": state.step,
         "tokens": state.tokens,
         "skipped_steps": int(state.skipped_steps),
+        "skipped_in_a_row": int(state.skipped_in_a_row),
+        "losses_since_row": int(state.losses_since_row),
         "loss_since_row": float(state.loss_since_row),
         "schedule_steps_taken": int(state.schedule.steps_taken),
         "scaler": state.scaler.state_dict(),
@@ -168,8 +210,8 @@ def _check_types(path: Path, found: Mapping[str, Tensor], expected: Mapping[str,
             )
 
 
-def _on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+def _on_disk(tensors: dict[str, Tensor], copy: bool) -> dict[str, Tensor]:
+    on_cpu = {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
     # A scalar that went to all pieces of a split matrix is one tensor; safetensors wants one each.
     return {name: tensor if tensor.dim() else tensor.clone() for name, tensor in on_cpu.items()}
 

@@ -1,14 +1,16 @@
 """The loop around the step: brings the data, keeps the time, says what happened.
 
-It knows neither files nor tracking. It yields a row every `log_every_steps` steps, and whoever drives it
-writes the row down.
+It knows neither files nor tracking. It yields after every step, with a row of the curve every
+`log_every_steps` steps, and whoever drives it writes the row down, saves, or stops.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from stages.data.batch_order import BatchOrder
@@ -17,9 +19,10 @@ from stages.measure.compilation import CompileWatch
 from stages.measure.peak_memory import PeakMemory, measure_peak
 from stages.measure.throughput import StepTimer
 from stages.params import Params
+from stages.training.bad_steps import check_numbers
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
-from stages.training.step import StepOutcome, train_step
+from stages.training.step import StepOutcome, StepStopped, train_step
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class CurveRow:
     tokens: int
     """Seen so far, padding not counted."""
     loss: float
-    """Mean over the steps since the last row, in nats per target token."""
+    """Mean over the steps since the last row whose loss was a number, in nats per target token."""
     learning_rate: float
     """Of the last step."""
     grad_norm: float
@@ -44,41 +47,56 @@ class Measurements:
     timer: StepTimer
     compilation: CompileWatch
     peak: PeakMemory | None = None
+    disturbed: bool = False
+    """Set by whoever does something between two steps that is no training: the interval is recorded and
+    not counted."""
 
 
-def training_rows(
+def training_steps(
     state: TrainState,
     sequences: PackedSequences | PaddedSequences,
     params: Params,
     variant_name: str,
     policy: PrecisionPolicy,
     measurements: Measurements,
-) -> Iterator[CurveRow]:
-    """Train from `state.step` to the end of the token budget.
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[CurveRow | None]:
+    """Train from `state.step` to the end of the token budget; yields after every step.
+
+    Where `should_stop` says so after a micro-batch, the step it belongs to is given up and the iterator
+    ends early; `state` is that of the last whole step.
 
     The peak memory is that of the second step of this process: the optimizer's states exist then, and
     what the first step compiled or initialised is over. On a CPU that step runs under a profiler, so
     its interval is not counted for speed.
+
+    Raises:
+        BadStepError: the loss or the gradients are no numbers. A CPU is asked after every step, a GPU
+            whenever host and device wait for each other anyway: at the rows.
     """
     training, variant = params.training, params.variants[variant_name]
     order = BatchOrder(params.seed, training.global_batch_size, len(sequences))
     device = state.model.embed_tokens.weight.device
     timer = measurements.timer
-    first_step, tokens_at_row = state.step, state.tokens
-    # A run that stopped between two rows goes on with the sum of losses it had.
-    steps_at_row = state.step - state.step % training.log_every_steps
+    first_step, tokens_at_lap = state.step, state.tokens
+
+    def batch_of_step(step: int) -> list[tuple[np.ndarray, MicroBatch]]:
+        indices = order.indices(step).reshape(-1, variant.micro_batch_size)
+        return [(rows, _to_device(sequences.micro_batch(rows), device)) for rows in indices]
+
     timer.start(time.perf_counter(), state.step)
     while state.step < training.num_steps:
-        indices = order.indices(state.step).reshape(-1, variant.micro_batch_size)
-        micro_batches = [_to_device(sequences.micro_batch(rows), device) for rows in indices]
+        micro_batches = [batch for _, batch in batch_of_step(state.step)]
         rate = state.schedule.learning_rate.clone()
+        step = partial(train_step, state, micro_batches, variant, training, policy, should_stop)
         profiled = state.step == min(first_step + 1, training.num_steps - 1)
-        if profiled:
-            outcome, measurements.peak = _measured(
-                device, partial(train_step, state, micro_batches, variant, training, policy)
-            )
-        else:
-            outcome = train_step(state, micro_batches, variant, training, policy)
+        try:
+            if profiled:
+                outcome, measurements.peak = _measured(device, step, measurements.peak)
+            else:
+                outcome = step()
+        except StepStopped:
+            return
         if state.step == first_step + 1:
             measurements.compilation.mark_steady()
 
@@ -87,26 +105,33 @@ def training_rows(
         if is_row or profiled or state.step == first_step + 1:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            timer.lap(time.perf_counter(), state.step, state.tokens - tokens_at_row, disturbed=profiled)
-            tokens_at_row = state.tokens
+            disturbed, measurements.disturbed = profiled or measurements.disturbed, False
+            timer.lap(time.perf_counter(), state.step, state.tokens - tokens_at_lap, disturbed)
+            tokens_at_lap = state.tokens
+        if is_row or device.type == "cpu":
+            check_numbers(state, training, variant, policy, batch_of_step)
+        row = None
         if is_row:
-            steps = state.step - steps_at_row
-            steps_at_row = state.step
+            losses = int(state.losses_since_row)
             row = CurveRow(
                 step=state.step,
                 tokens=state.tokens,
-                loss=float(state.loss_since_row) / steps,
+                loss=float(state.loss_since_row) / losses if losses else math.nan,
                 learning_rate=float(rate),
                 grad_norm=float(outcome.grad_norm),
             )
             state.loss_since_row.zero_()
-            yield row
+            state.losses_since_row.zero_()
+        yield row
 
 
-def _measured(device: torch.device, step: Callable[[], StepOutcome]) -> tuple[StepOutcome, PeakMemory]:
+def _measured(
+    device: torch.device, step: Callable[[], StepOutcome], before: PeakMemory | None
+) -> tuple[StepOutcome, PeakMemory]:
+    """The step's outcome and its peak, or the peak of an earlier part of this run where that was higher."""
     outcomes: list[StepOutcome] = []
     peak = measure_peak(device, lambda: outcomes.append(step()))
-    return outcomes[0], peak
+    return outcomes[0], peak if before is None or peak.bytes > before.bytes else before
 
 
 def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stages.training.blockwise_quantization import block_count, dequantize, quantize
-from stages.training.scaler_verdict import overflowed, store, unscaled
+from stages.training.step_verdict import overflowed, store, unscaled
 from stages.training.stochastic_rounding import stochastic_round
 
 MIN_QUANTIZED_ELEMENTS = 4096
@@ -40,7 +40,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     0.999 would never decay.
     """
 
-    _step_supports_amp_scaling = True  # see stages/training/scaler_verdict.py
+    _step_supports_amp_scaling = True  # see stages/training.step_verdict.py
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.training.scaler_verdict import overflowed, store, unscaled
+from stages.training.step_verdict import overflowed, store, unscaled
 
 MOMENTUM = 0.95
 ADAMW_RMS = 0.2
@@ -30,7 +30,7 @@ _EPSILON = 1e-7
 class MuonWithAdamW(torch.optim.Optimizer):
     """One optimizer for all parameters, so that a GradScaler and a checkpoint see one."""
 
-    _step_supports_amp_scaling = True  # see stages/training/scaler_verdict.py
+    _step_supports_amp_scaling = True  # see stages/training.step_verdict.py
 
     def __init__(
         self,

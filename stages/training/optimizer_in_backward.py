@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stages.training.step_verdict import step_unless
+
 
 class OptimizerInBackward(torch.optim.Optimizer):
     """Looks like an optimizer over all parameters; `step` finds the work done."""
@@ -34,6 +36,9 @@ class OptimizerInBackward(torch.optim.Optimizer):
         parameters = [(group, p) for group in self.param_groups for p in group["params"]]
         self.norms = torch.zeros(len(parameters), dtype=torch.float32, device=learning_rate.device)
         """L2 norm of each parameter's gradient in the last backward pass (fp32)."""
+        self.skipped = torch.zeros((), dtype=torch.bool, device=learning_rate.device)
+        """Set before a backward pass: no parameter is stepped in it. Besides, each parameter whose own
+        gradient is no number is left alone; which of them will be so, nobody knows before."""
         self.singles: dict[Tensor, torch.optim.Optimizer] = {}
         """The optimizer of each parameter."""
         for index, (group, parameter) in enumerate(parameters):
@@ -56,6 +61,7 @@ def _step_parameter(reference: "weakref.ref[OptimizerInBackward]", index: int, p
     optimizer = reference()
     if optimizer is None or parameter.grad is None:
         return
-    optimizer.norms[index] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-    optimizer.singles[parameter].step()
+    norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+    optimizer.norms[index] = norm
+    step_unless(optimizer.singles[parameter], optimizer.skipped | ~torch.isfinite(norm))
     parameter.grad = None

@@ -25,9 +25,14 @@ class TrainState:
     tokens: int = 0
     """Tokens seen, padding not counted."""
     skipped_steps: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    """Steps whose gradients overflowed under fp16 (int64 scalar on the device)."""
+    """Steps that left the weights alone, because the loss or a gradient was no number (int64 scalar on
+    the device, as are the other counts)."""
+    skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Skipped steps since the last that was not."""
     loss_since_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
     """Sum of the steps' losses since the last row of the curve (fp32 scalar on the device)."""
+    losses_since_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """So many losses are in that sum: those that were numbers."""
 
 
 def initial_state(params: Params, variant: str, device: torch.device) -> tuple[TrainState, PrecisionPolicy]:
@@ -41,6 +46,6 @@ def initial_state(params: Params, variant: str, device: torch.device) -> tuple[T
     schedule = WarmupCosine(params.training, device)
     optimizer = make_optimizer(model, params.training, schedule.learning_rate, params.variants[variant])
     state = TrainState(model, optimizer, schedule, policy.make_scaler())
-    state.skipped_steps = state.skipped_steps.to(device)
-    state.loss_since_row = state.loss_since_row.to(device)
+    for name in ("skipped_steps", "skipped_in_a_row", "loss_since_row", "losses_since_row"):
+        setattr(state, name, getattr(state, name).to(device))
     return state, policy

@@ -1,6 +1,6 @@
 """One optimizer step over a global batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from stages.training.compilation import mark_dynamic_documents
 from stages.training.optimizer_in_backward import OptimizerInBackward
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
+from stages.training.step_verdict import step_unless
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,12 @@ class StepOutcome:
     """Mean cross-entropy per target token of the global batch, in nats (fp32 scalar)."""
     grad_norm: Tensor
     """Global L2 norm of the gradients before clipping (fp32 scalar)."""
-    skipped: Tensor | None
-    """bool scalar: the gradients overflowed and the weights were left alone; None without a scaler."""
+    skipped: Tensor
+    """bool scalar: the loss or the gradients were no numbers, and the weights were left alone."""
+
+
+class StepStopped(Exception):
+    """The step was given up between two micro-batches."""
 
 
 def train_step(
@@ -33,12 +38,20 @@ def train_step(
     variant: VariantParams,
     training: TrainingParams,
     policy: PrecisionPolicy,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> StepOutcome:
     """Forward and backward over every micro-batch, then one update of the weights.
+
+    A step whose loss or gradients are no numbers changes no weight. The host need not know: it looks
+    when it waits for the device anyway (stages/training/bad_steps.py).
 
     Args:
         state: changed in place.
         micro_batches: the global batch, cut into pieces that fit the memory, on the model's device.
+        should_stop: asked between two micro-batches.
+
+    Raises:
+        StepStopped: `should_stop` said so; `state` is as before the step.
     """
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
     # Counted over the whole global batch first. The mean of micro-batch means would weigh the tokens of
@@ -46,25 +59,16 @@ def train_step(
     target_tokens = max(sum(batch.target_tokens for batch in micro_batches), 1)
     scale_before = _scale(scaler, model)
     loss = torch.zeros((), dtype=torch.float32, device=scale_before.device)
-    for batch in micro_batches:
-        mark_dynamic_documents(batch.cu_seqlens, variant)
-        with policy.autocast():
-            hidden = model(batch.input_ids_BS, batch.cu_seqlens)
-            head = model.lm_head.weight
-            if variant.loss == "chunked":
-                loss_sum = chunked_loss(
-                    hidden,
-                    head,
-                    batch.targets_BS,
-                    chunk_tokens=variant.loss_chunk_tokens,
-                    expected_grad=scale_before / target_tokens,
-                )
-            else:
-                loss_sum = full_loss(hidden, head, batch.targets_BS)
-        del hidden  # or it would live through the backward pass
-        micro_loss = loss_sum / target_tokens
-        scaler.scale(micro_loss).backward()
-        loss += micro_loss.detach()
+    # Once more steps were skipped than may be, all are: the weights stay until the host looks and stops.
+    blocked = torch.zeros_like(loss, dtype=torch.bool)
+    if not scaler.is_enabled():
+        blocked = state.skipped_steps > training.max_bad_steps
+    for number, batch in enumerate(micro_batches):
+        if number and should_stop():
+            # Gradients are all that has changed, so the state is that of the step before.
+            optimizer.zero_grad(set_to_none=True)
+            raise StepStopped
+        loss += forward_backward(state, batch, target_tokens, variant, policy, blocked)
 
     if isinstance(optimizer, OptimizerInBackward):
         grad_norm = optimizer.grad_norm()  # the gradients are used and gone
@@ -72,18 +76,63 @@ def train_step(
         # The norm that is clipped must be that of the true gradients, so the scale comes off first.
         scaler.unscale_(optimizer)
         grad_norm = _clip_gradients(model, training.max_grad_norm)
-    scaler.step(optimizer)
-    scaler.update()
+    is_number = torch.isfinite(loss)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+        # A lowered scale means that the step was skipped. (`<`, not `!=`: the scale also grows.)
+        skipped = _scale(scaler, model) < scale_before
+    else:
+        skipped = ~(is_number & torch.isfinite(grad_norm)) | blocked
+        if not isinstance(optimizer, OptimizerInBackward):
+            step_unless(optimizer, skipped)
     optimizer.zero_grad(set_to_none=True)
-    # A lowered scale means that the step was skipped. (`<`, not `!=`: the scale also grows.)
-    skipped = _scale(scaler, model) < scale_before if scaler.is_enabled() else None
     state.schedule.advance(skipped)
-    if skipped is not None:
-        state.skipped_steps += skipped
-    state.loss_since_row += loss
+    state.skipped_steps += skipped
+    state.skipped_in_a_row.copy_((state.skipped_in_a_row + 1) * skipped)
+    state.loss_since_row += torch.where(is_number, loss, 0.0)
+    state.losses_since_row += is_number
     state.step += 1
     state.tokens += sum(batch.input_tokens for batch in micro_batches)
     return StepOutcome(loss, grad_norm, skipped)
+
+
+def forward_backward(
+    state: TrainState,
+    batch: MicroBatch,
+    target_tokens: int,
+    variant: VariantParams,
+    policy: PrecisionPolicy,
+    blocked: Tensor,
+) -> Tensor:
+    """Add the gradients of one micro-batch; returns its share of the loss (fp32 scalar).
+
+    Args:
+        target_tokens: of the whole global batch.
+        blocked: bool scalar: an optimizer in backward must change nothing.
+    """
+    scaler = state.scaler
+    mark_dynamic_documents(batch.cu_seqlens, variant)
+    with policy.autocast():
+        hidden = state.model(batch.input_ids_BS, batch.cu_seqlens)
+        head = state.model.lm_head.weight
+        if variant.loss == "chunked":
+            loss_sum = chunked_loss(
+                hidden,
+                head,
+                batch.targets_BS,
+                chunk_tokens=variant.loss_chunk_tokens,
+                expected_grad=_scale(scaler, state.model) / target_tokens,
+            )
+        else:
+            loss_sum = full_loss(hidden, head, batch.targets_BS)
+    del hidden  # or it would live through the backward pass
+    micro_loss = loss_sum / target_tokens
+    if isinstance(state.optimizer, OptimizerInBackward):
+        # What can be known before the weights change: the rest each parameter finds out for itself.
+        state.optimizer.skipped = blocked | ~torch.isfinite(micro_loss.detach())
+    scaler.scale(micro_loss).backward()
+    return micro_loss.detach()
 
 
 def _clip_gradients(model: torch.nn.Module, max_norm: float | None) -> Tensor:

@@ -43,11 +43,17 @@ def test_a_short_run_says_that_it_counts_its_warm_up() -> None:
 
 
 def test_a_resumed_run_continues_the_clock() -> None:
-    timer = StepTimer(elapsed_seconds=60.0)
+    first = StepTimer(warmup_intervals=1)
+    first.start(0.0, step=0)
+    first.lap(40.0, step=25, tokens=1)
+    first.lap(60.0, step=50, tokens=200)
+    timer = StepTimer(warmup_intervals=1, before=first.intervals)
     timer.start(1000.0, step=50)
     assert timer.elapsed_seconds == 60.0
-    timer.lap(1005.0, step=60, tokens=100)
-    assert timer.rows() == [(60, 65.0, 20.0)]
+    timer.lap(1005.0, step=60, tokens=1)  # the restart warms up too
+    timer.lap(1010.0, step=70, tokens=100)
+    assert [row[:2] for row in timer.rows()] == [(25, 40.0), (50, 60.0), (60, 65.0), (70, 70.0)]
+    assert timer.summary().steps_counted == 25 + 10
 
 
 def test_misuse_is_refused() -> None:

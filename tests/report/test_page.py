@@ -113,6 +113,16 @@ def test_mixed_devices_are_said_everywhere(comparison: Comparison) -> None:
         assert "no ratio is given against a reference on another device" in page
 
 
+def test_a_halved_micro_batch_is_said(comparison: Comparison) -> None:
+    halved = {"micro_batch_size": 1, "accumulation_steps": 8}
+    note = {"out_of_memory": [{"after_step": 40, "micro_batch_size": 1}]}
+    edit_json(Path("models/frugal/training.json"), **halved, **note)
+    comparison = build()
+    assert "frugal ran out of memory and went on with micro-batches of 1" in " ".join(caveats(comparison))
+    (row,) = [row for row in comparison.rows if row.variant == "frugal"]
+    assert (row.micro_batch_size, row.accumulation_steps) == (1, 8)
+
+
 def test_skipped_steps_are_said(comparison: Comparison) -> None:
     edit_json(Path("models/frugal/training.json"), skipped_steps=3)
     assert "(frugal 3)" in " ".join(caveats(build()))

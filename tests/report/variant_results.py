@@ -116,6 +116,8 @@ def _write_variant(
             "variant": name, "fingerprint": "0123abcd", "seed": seed, "steps": steps,
             "tokens": steps * tokens_per_step, "final_loss": float(loss[-1]), "skipped_steps": 0,
             "precision": variant["params"]["precision"],
+            "micro_batch_size": micro_batch_size, "accumulation_steps": 16 // micro_batch_size,
+            "out_of_memory": [],
         },
     )  # fmt: skip
     write_json(

@@ -83,6 +83,7 @@ def test_every_field_is_saved_and_restored(tmp_path: Path) -> None:
     run = run_of(tmp_path, "amp_fp16")
     while run.state.step < 12 or run.state.scaler.state_dict()["_growth_tracker"] == 0:
         run.step()
+    run.state.skipped_in_a_row += 1  # it is 0 again wherever the scaler's own count is not
     folder = save(run.state, tmp_path / "checkpoint")
     restored, fresh = (run_of(tmp_path, "amp_fp16").state for _ in range(2))
     load_checkpoint(restored, folder)
@@ -286,7 +287,18 @@ def test_one_file_in_anothers_place(whole: Path, tmp_path: Path, name: str, take
 
 
 @pytest.mark.parametrize(
-    "key", ["format", "step", "tokens", "skipped_steps", "loss_since_row", "schedule_steps_taken", "scaler"]
+    "key",
+    [
+        "format",
+        "step",
+        "tokens",
+        "skipped_steps",
+        "skipped_in_a_row",
+        "losses_since_row",
+        "loss_since_row",
+        "schedule_steps_taken",
+        "scaler",
+    ],
 )
 def test_a_state_without_one_of_its_values(whole: Path, tmp_path: Path, key: str) -> None:
     scalars = json.loads((whole / STATE).read_text())
@@ -307,7 +319,7 @@ def test_a_state_with_a_value_of_another_kind(whole: Path, tmp_path: Path, key: 
 def test_another_format(whole: Path, tmp_path: Path) -> None:
     scalars = json.loads((whole / STATE).read_text()) | {"format": 99}
     broken = copy_with(whole, tmp_path / "broken", STATE, json.dumps(scalars).encode())
-    with pytest.raises(CheckpointError, match=r"format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match=r"format 99, this version reads 2"):
         load_checkpoint(fresh_state(), broken)
 
 

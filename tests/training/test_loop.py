@@ -8,7 +8,7 @@ import pytest
 from stages.measure.compilation import CompileWatch
 from stages.measure.throughput import StepTimer
 from stages.training.checkpoint import load_checkpoint, save_checkpoint
-from stages.training.loop import CurveRow, Measurements, training_rows
+from stages.training.loop import CurveRow, Measurements, training_steps
 from tests.training.small_run import SmallRun, small_params, small_run
 
 
@@ -17,7 +17,8 @@ def measurements() -> Measurements:
 
 
 def rows_of(run: SmallRun, taken: Measurements | None = None) -> list[CurveRow]:
-    return list(training_rows(run.state, run.sequences, run.params, "v", run.policy, taken or measurements()))
+    steps = training_steps(run.state, run.sequences, run.params, "v", run.policy, taken or measurements())
+    return [row for row in steps if row is not None]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_stopped_between_rows_and_continued(tmp_path: Path, precision: str, stop
             loss = float(first.state.loss_since_row) / steps
             rows.append(CurveRow(first.state.step, first.state.tokens, loss, rate, float(outcome.grad_norm)))
             first.state.loss_since_row.zero_()
+            first.state.losses_since_row.zero_()
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     save_checkpoint(first.state, folder)

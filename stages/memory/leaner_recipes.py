@@ -1,0 +1,73 @@
+"""Changes to one variant that lower its peak memory, each with its prediction."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import ValidationError
+
+from stages.memory import predict
+from stages.params import Params, VariantParams
+
+DeviceType = Literal["auto", "cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class LeanerRecipe:
+    """One change of a variant, all else as it was."""
+
+    change: str
+    """As a line of params.yaml says it, such as `recompute: every_block`."""
+    peak_bytes: int
+    """Predicted."""
+
+
+def predicted_peak_bytes(params: Params, recipe: VariantParams, device_type: DeviceType) -> int:
+    """Of one optimizer step of this recipe."""
+    return predict(params.model, params.tokenizer.vocab_size, params.training, recipe, device_type).peak_bytes
+
+
+def leaner_recipes(params: Params, variant: str, device_type: DeviceType) -> list[LeanerRecipe]:
+    """What the params allow and what is predicted to need less, the mildest change first.
+
+    The smaller micro-batches leave the global batch as it is, so they change no loss.
+    """
+    recipe = params.variants[variant]
+    now = predicted_peak_bytes(params, recipe, device_type)
+    found = []
+    for change, changed in _changes(recipe, params):
+        peak = predicted_peak_bytes(params, changed, device_type)
+        if peak < now:
+            found.append(LeanerRecipe(change, peak))
+    return found
+
+
+def next_smaller_micro_batch(recipe: VariantParams, global_batch_size: int) -> int | None:
+    """The largest divisor of the global batch of at most half this micro-batch; None at 1."""
+    smaller = [n for n in range(1, recipe.micro_batch_size // 2 + 1) if global_batch_size % n == 0]
+    return smaller[-1] if smaller else None
+
+
+def _changes(recipe: VariantParams, params: Params) -> Iterator[tuple[str, VariantParams]]:
+    smaller: int | None = recipe.micro_batch_size
+    global_batch_size = params.training.global_batch_size
+    updates: list[dict[str, object]] = []
+    while smaller := next_smaller_micro_batch(
+        recipe.model_copy(update={"micro_batch_size": smaller}), global_batch_size
+    ):
+        updates.append({"micro_batch_size": smaller})
+    if recipe.loss == "full":
+        updates.append({"loss": "chunked"})
+    if recipe.recompute == "none":
+        updates += [{"recompute": "selective"}, {"recompute": "every_block"}]
+    if recipe.optimizer == "adamw":
+        updates.append({"optimizer": "adamw_8bit"})
+    for update in updates:
+        try:
+            changed = VariantParams(**recipe.model_dump() | update)
+        except ValidationError:
+            continue
+        broken = [*changed.problems(), *changed.conflicts(params.training, params.hardware)]
+        if not broken:
+            (key, value), *_ = update.items()
+            yield f"{key}: {value}", changed

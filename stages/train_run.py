@@ -1,0 +1,148 @@
+"""One start of a training: where it goes on, when it saves, and how it stops."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from stages.data.sequences import PackedSequences, PaddedSequences
+from stages.interruption import Interrupted, StopSignals
+from stages.params import CheckpointParams, Params, VariantParams
+from stages.train_results import TrainRecord
+from stages.training.bad_steps import may_be_saved
+from stages.training.checkpoint import CheckpointError
+from stages.training.checkpoint_store import CheckpointStore
+from stages.training.loop import CurveRow, Measurements, training_steps
+from stages.training.precision import PrecisionPolicy
+from stages.training.state import TrainState
+
+
+class TrainingStopped(Interrupted):
+    """A signal stopped the training between two steps, or between two micro-batches of one."""
+
+    def __init__(self, signal_name: str, outcome: str):
+        super().__init__(signal_name)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """What one start of a training is made from."""
+
+    params: Params
+    variant: str
+    device: torch.device
+    fingerprint: str
+    store: CheckpointStore
+
+    @property
+    def techniques(self) -> VariantParams:
+        return self.params.variants[self.variant]
+
+    def with_micro_batch(self, size: int) -> "TrainRun":
+        """The same global batch in other pieces."""
+        techniques = self.techniques.model_copy(update={"micro_batch_size": size})
+        variants = self.params.variants | {self.variant: techniques}
+        return replace(self, params=self.params.model_copy(update={"variants": variants}))
+
+
+def restored_record(run: TrainRun, state: TrainState) -> tuple[TrainRecord, bool]:
+    """What is kept beside the newest good checkpoint, and whether there is one; fills `state` from it.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is good.
+    """
+    try:
+        restored = run.store.restore(state)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"no checkpoint in {run.store.folder} can be used: {error}; `python -m stages.train "
+            f"{run.variant} --fresh` or `make clean-work` starts over"
+        ) from None
+    if restored is None:
+        return TrainRecord(run.techniques.micro_batch_size), False
+    if restored.damaged:
+        say(f"train {run.variant}: {'; '.join(restored.damaged)}; the checkpoint before it is used")
+    record = TrainRecord.from_dict(restored.progress)
+    if record.published is None:
+        print(f"{run.variant}: going on after step {state.step} of {run.params.training.num_steps}")
+    return record, True
+
+
+def steps_with_checkpoints(
+    run: TrainRun,
+    state: TrainState,
+    sequences: PackedSequences | PaddedSequences,
+    policy: PrecisionPolicy,
+    record: TrainRecord,
+    measurements: Measurements,
+    signals: StopSignals,
+) -> Iterator[CurveRow]:
+    """Train to the end, saving in between; yields the rows, which are in `record` too.
+
+    Raises:
+        TrainingStopped: a signal came; the state is saved.
+    """
+    store, training = run.store, run.params.training
+    clock = SaveClock(run.params.checkpoints)
+    steps = training_steps(
+        state, sequences, run.params, run.variant, policy, measurements, lambda: signals.requested is not None
+    )
+    first_step = state.step
+    # The compiler runs in the first step. It may be stopped anywhere: there is nothing to save yet.
+    first_row = next(steps, None)
+    with signals.deferred():
+        for row in chain([first_row], steps):
+            if row is not None:
+                record.rows.append(row)
+                yield row
+            is_inside = first_step + 2 <= state.step < training.num_steps
+            if is_inside and clock.is_due(state.step, store) and may_be_saved(state, training):
+                store.save(state, record.at_checkpoint(measurements, store).to_dict())
+                measurements.disturbed = True
+            if warning := store.take_warning():
+                say(f"train {run.variant}: {warning}")
+            if signals.requested:
+                break
+        store.wait()
+        if state.step < training.num_steps:
+            assert signals.requested is not None, "nothing else ends the loop early"
+            raise TrainingStopped(signals.requested, _save_at_stop(run, state, record, measurements))
+
+
+class SaveClock:
+    """When the next in-progress checkpoint is due."""
+
+    def __init__(self, checkpoints: CheckpointParams):
+        self._checkpoints = checkpoints
+        self._last = time.monotonic()
+
+    def is_due(self, step: int, store: CheckpointStore) -> bool:
+        """Asked after every step; never while the one before is being written."""
+        minutes, every = self._checkpoints.every_minutes, self._checkpoints.every_steps
+        by_time = minutes is not None and time.monotonic() - self._last >= minutes * 60
+        by_step = every is not None and step % every == 0
+        if not (by_time or by_step) or store.is_writing():
+            return False
+        self._last = time.monotonic()
+        return True
+
+
+def _save_at_stop(run: TrainRun, state: TrainState, record: TrainRecord, measurements: Measurements) -> str:
+    """Save what there is; in words, what was saved."""
+    if not may_be_saved(state, run.params.training):
+        return "after a step whose loss is no number; the checkpoint before it is kept"
+    where = f"after step {state.step} of {run.params.training.num_steps}"
+    try:
+        run.store.save_now(state, record.at_checkpoint(measurements, run.store).to_dict())
+    except OSError as error:
+        return f"{where} and could not save ({error}); `dvc repro` goes on from the checkpoint before"
+    return f"{where}, saved; `dvc repro` goes on from there"
+
+
+def say(line: str) -> None:
+    """Below the progress bar, where warnings and the last line go."""
+    print(line, file=sys.stderr, flush=True)
