@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # Stages are run as `python -m stages.…`, so the environment's python must come first.
 RUN = PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: help repro ui test test-fast lint sync clean-work
+.PHONY: help repro ui test test-fast test-soak lint sync clean-work
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make ui         the MLflow UI on http://127.0.0.1:5000"
 	@echo "make test       set up and run all tests"
 	@echo "make test-fast  the tests that take seconds"
+	@echo "make test-soak  the pipeline killed 40 times, at random and on purpose"
 	@echo "make lint       formatting, lint, types"
 	@echo "make sync       send to MLflow what could not be sent while training"
 	@echo "make clean-work delete work in progress: interrupted trainings start over"
@@ -42,6 +43,9 @@ test: $(VENV)/dev.stamp
 
 test-fast: $(VENV)/dev.stamp
 	@$(RUN) python -m pytest -m "not slow"
+
+test-soak: $(VENV)/dev.stamp
+	@$(RUN) python -m pytest -m soak
 
 lint: $(VENV)/dev.stamp
 	@$(RUN) ruff format --check .

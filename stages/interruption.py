@@ -51,6 +51,7 @@ class StopSignals:
         self._name, self._outcome = name, outcome
         self._is_deferred = False
         self._is_handled = False
+        self._is_ending = False
         self._first_at: float | None = None
         self._raised_at: float | None = None
         self._is_over = False
@@ -93,10 +94,9 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The Python-level handler: runs in the main thread, when that gets to it."""
-        self._is_handled = True
-        if self.requested is None:
-            self.requested = signal.Signals(number).name
-        if not self._is_deferred and self._raised_at is None:
+        is_first, self._is_handled = not self._is_handled, True
+        self.requested = self.requested or signal.Signals(number).name
+        if is_first and not (self._is_deferred or self._is_ending):
             self._raise(self.requested)
 
     def _wake_watcher(self) -> None:
@@ -138,8 +138,8 @@ class StopSignals:
     def _stay_for_the_same_signal(self) -> None:
         """With the old handlers back, the first signal's double would kill the process with another
         status."""
-        if self._raised_at is not None:
-            time.sleep(max(0.0, self._raised_at + _SAME_SIGNAL_SECONDS - time.monotonic()))
+        if began := self._first_at or self._raised_at:
+            time.sleep(max(0.0, began + _SAME_SIGNAL_SECONDS - time.monotonic()))
 
     def _end(self) -> None:
         self._is_over = True
@@ -177,11 +177,9 @@ def stop_signals(name: str = "stage", outcome: str = _DEFAULT_OUTCOME) -> Iterat
         for number in _SIGNALS:
             signal.signal(number, stop._handle)
         yield stop
-    except Interrupted:
-        stop._stay_for_the_same_signal()
-        raise
     finally:
-        stop._is_deferred = True  # nothing is raised into what follows
+        stop._is_ending = True  # nothing is raised into what follows
+        stop._stay_for_the_same_signal()
         restore()
         _restore_in_child.remove(restore)
         stop._end()

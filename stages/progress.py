@@ -7,7 +7,7 @@ from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stages.training.loop import CurveRow
+from stages.training.loop import CurveRow, Measurements
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -44,8 +44,9 @@ class TrainingProgress:
     ) -> None:
         self._bar.stop()
 
-    def show(self, row: CurveRow, tokens_per_second: float, peak_bytes: int | None) -> None:
-        peak = "" if peak_bytes is None else f"  peak {peak_bytes / 2**20:,.0f} MiB"
+    def show(self, row: CurveRow, measurements: Measurements) -> None:
+        tokens_per_second = measurements.timer.rows()[-1][2]
+        peak = "" if measurements.peak is None else f"  peak {measurements.peak.bytes / 2**20:,.0f} MiB"
         figures = f"{tokens_per_second:,.0f} tok/s  loss {row.loss:.3f}  lr {row.learning_rate:.2e}{peak}"
         self._bar.update(self._task, completed=row.step, figures=figures)
         now = time.monotonic()

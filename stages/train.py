@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from stages.training.checkpoint import CheckpointError
 from stages.training.checkpoint_store import CheckpointStore
 from stages.training.compilation import apply_compile, use_compile_cache
 from stages.training.device_rules import DeviceRuleError, check_device_rules
+from stages.training.loop import Measurements
 from stages.training.precision import PrecisionError, set_float32_matmul
 from stages.training.recompute import apply_recompute
 from stages.training.state import TrainState, initial_state
@@ -114,7 +116,8 @@ def train(params: Params, variant: str, signals: StopSignals, *, fresh: bool = F
     fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
     with hold_work_folder(work_root(), "train", variant, fingerprint, fresh=fresh) as folder:
         store = CheckpointStore(folder, params.checkpoints.keep)
-        run: TrainRun | None = TrainRun(params, variant, device, fingerprint, store)
+        planned = params.variants[variant].micro_batch_size
+        run: TrainRun | None = TrainRun(params, variant, device, fingerprint, store, planned)
         while run is not None:
             run = _train_or_halve(run, sequences, signals)
 
@@ -140,7 +143,8 @@ def _train_or_halve(
     ):
         raise DeviceFullError(problem)
     say(f"{run.variant}: {problem}; going on from the last checkpoint with micro_batch_size {smaller}")
-    torch._dynamo.reset()
+    if run.techniques.compile != "off":
+        torch._dynamo.reset()
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -160,7 +164,7 @@ def _train_from_checkpoint(
             return
         store.remove(store.checkpoints())
         state, policy = initial_state(params, run.variant, run.device)
-        record, resumed = TrainRecord(run.techniques.micro_batch_size), False
+        record, resumed = TrainRecord(run.planned_micro_batch_size), False
     if record.micro_batch_size > run.techniques.micro_batch_size:
         halved = {"after_step": state.step, "micro_batch_size": run.techniques.micro_batch_size}
         record = replace(record, micro_batch_size=halved["micro_batch_size"], halved=[*record.halved, halved])
@@ -180,27 +184,35 @@ def _train_from_checkpoint(
         CompileWatch(enabled=run.techniques.compile != "off") as compilation,
     ):
         measurements = record.measurements(compilation)
-        for row in steps_with_checkpoints(run, state, sequences, policy, record, measurements, signals):
-            track(tracker, row, measurements)
-            peak_bytes = measurements.peak.bytes if measurements.peak else None
-            progress.show(row, measurements.timer.rows()[-1][2], peak_bytes)
-        figures = record.figures(params, measurements, store, ceiling)
-        texts = texts_to_publish(
-            _training_facts(run, state, record),
-            {"variant": run.variant, "device": device_facts} | figures,
-            record.rows,
-            measurements.timer,
-        )
-        tracker.log_summary({key: figures[key] for key in SUMMARY})
-        complete = replace(record.at_checkpoint(measurements, store), published=texts)
-        try:
-            publish(run.variant, store.save_now(state, complete.to_dict()), texts)
-            store.remove(store.checkpoints()[:-1])
-        except OSError as error:
-            raise OSError(
-                f"{error}; mend that and run `dvc repro`: it goes on from the last checkpoint"
-            ) from None
+        steps = steps_with_checkpoints(run, state, sequences, policy, record, measurements, signals)
+        first_row = next(steps, None)
+        with signals.deferred():
+            for row in chain([first_row], steps):
+                if row is not None:
+                    track(tracker, row, measurements)
+                    progress.show(row, measurements)
+            figures = record.figures(params, measurements, store, ceiling)
+            tracker.log_summary({key: figures[key] for key in SUMMARY})
+            measured = {"variant": run.variant, "device": device_facts} | figures
+            facts = _training_facts(run, state, record)
+            texts = texts_to_publish(facts, measured, record.rows, measurements.timer)
+            _keep_and_publish(run, state, record, measurements, texts)
     _print_end(run, state, record, figures)
+
+
+def _keep_and_publish(
+    run: TrainRun, state: TrainState, record: TrainRecord, measurements: Measurements, texts: dict[str, str]
+) -> None:
+    """First into the work folder: who is killed from here on finds all that is to be published there."""
+    store = run.store
+    complete = replace(record.at_checkpoint(measurements, store), published=texts)
+    try:
+        publish(run.variant, store.save_now(state, complete.to_dict()), texts)
+        store.remove(store.checkpoints()[:-1])
+    except OSError as error:
+        raise OSError(
+            f"{error}; mend that and run `dvc repro`: it goes on from the last checkpoint"
+        ) from None
 
 
 def _publish_again(run: TrainRun, texts: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 
@@ -37,6 +36,8 @@ class TrainRun:
     device: torch.device
     fingerprint: str
     store: CheckpointStore
+    planned_micro_batch_size: int
+    """What the params ask for; `params` here may have less, where memory ran out."""
 
     @property
     def techniques(self) -> VariantParams:
@@ -63,7 +64,7 @@ def restored_record(run: TrainRun, state: TrainState) -> tuple[TrainRecord, bool
             f"{run.variant} --fresh` or `make clean-work` starts over"
         ) from None
     if restored is None:
-        return TrainRecord(run.techniques.micro_batch_size), False
+        return TrainRecord(run.planned_micro_batch_size), False
     if restored.damaged:
         say(f"train {run.variant}: {'; '.join(restored.damaged)}; the checkpoint before it is used")
     record = TrainRecord.from_dict(restored.progress)
@@ -80,8 +81,11 @@ def steps_with_checkpoints(
     record: TrainRecord,
     measurements: Measurements,
     signals: StopSignals,
-) -> Iterator[CurveRow]:
-    """Train to the end, saving in between; yields the rows, which are in `record` too.
+) -> Iterator[CurveRow | None]:
+    """Train to the end, saving in between; yields after every step, with the row where it made one.
+
+    Rows go into `record` too. To be run inside `signals.deferred()`, but for the first step, which holds
+    the compiler's work: stopped anywhere in it, there is nothing to save.
 
     Raises:
         TrainingStopped: a signal came; the state is saved.
@@ -92,25 +96,23 @@ def steps_with_checkpoints(
         state, sequences, run.params, run.variant, policy, measurements, lambda: signals.requested is not None
     )
     first_step = state.step
-    # The compiler runs in the first step. It may be stopped anywhere: there is nothing to save yet.
-    first_row = next(steps, None)
-    with signals.deferred():
-        for row in chain([first_row], steps):
-            if row is not None:
-                record.rows.append(row)
-                yield row
-            is_inside = first_step + 2 <= state.step < training.num_steps
-            if is_inside and clock.is_due(state.step, store) and may_be_saved(state, training):
-                store.save(state, record.at_checkpoint(measurements, store).to_dict())
-                measurements.disturbed = True
-            if warning := store.take_warning():
-                say(f"train {run.variant}: {warning}")
-            if signals.requested:
-                break
-        store.wait()
-        if state.step < training.num_steps:
-            assert signals.requested is not None, "nothing else ends the loop early"
-            raise TrainingStopped(signals.requested, _save_at_stop(run, state, record, measurements))
+    for row in steps:
+        if row is not None:
+            record.rows.append(row)
+        yield row
+        # Not while the second step of this process is measured: a copy of the state is memory too.
+        is_inside = first_step + 2 <= state.step < training.num_steps
+        if is_inside and clock.is_due(state.step, store) and may_be_saved(state, training):
+            store.save(state, record.at_checkpoint(measurements, store).to_dict())
+            measurements.disturbed = True
+        if warning := store.take_warning():
+            say(f"train {run.variant}: {warning}")
+        if signals.requested:
+            break
+    store.wait()
+    if state.step < training.num_steps:
+        assert signals.requested is not None, "nothing else ends the loop early"
+        raise TrainingStopped(signals.requested, _save_at_stop(run, state, record, measurements))
 
 
 class SaveClock:

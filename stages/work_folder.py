@@ -81,7 +81,10 @@ def _wait_for_lock(folder: Path) -> int | None:
 
 
 def _try_lock(folder: Path) -> int | None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Not exist_ok, which raises where another process prunes the folder in this moment.
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
     path = folder / _LOCK
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -114,6 +114,32 @@ def test_the_same_signal_twice_is_one(run: Callable[[str], Script], delay_second
     assert (status, errors) == (75, "tokenize: stopped by SIGTERM; nothing was written\n")
 
 
+def test_the_same_signal_twice_is_one_while_the_caller_unwinds(run: Callable[[str], Script]) -> None:
+    script = run("""
+try:
+    with stop_signals("train baseline") as stop:
+        try:
+            with stop.deferred():
+                say("ready")
+                while stop.requested is None:
+                    time.sleep(0.001)
+                raise Interrupted(f"{stop.requested} of the caller")
+        finally:
+            say("unwinding")
+            time.sleep(0.1)
+            say("unwound")
+except Interrupted as error:
+    say(error.signal_name)
+    raise
+""")
+    script.kill(signal.SIGTERM)
+    script.expect("unwinding")
+    script.kill(signal.SIGTERM)
+    script.expect("unwound")
+    script.kill(signal.SIGTERM)
+    assert script.end()[:2] == (75, "SIGTERM of the caller\n")
+
+
 def test_signals_that_the_parent_ignored_are_heard(run: Callable[[str], Script]) -> None:
     """A container's `trap "" TERM` before dvc reaches the stage."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -228,7 +254,12 @@ with stop_signals("train baseline") as stop, stop.deferred():
         time.sleep(60)
     os.read(reading_end, 1)
     os.kill(child, 15)
-    _, status = os.waitpid(child, 0)
+    ended, deadline = 0, time.monotonic() + 5
+    while not ended:
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
     say("ready")
     time.sleep(0.5)
     say(f"child {os.waitstatus_to_exitcode(status)}, parent {stop.requested}")

@@ -1,5 +1,6 @@
 """One process at a time in a work folder, and old ones pruned, never one in use. Real processes contend."""
 
+import fcntl
 import json
 import os
 import re
@@ -264,6 +265,42 @@ def test_leftovers_of_killed_processes_are_pruned(tmp_path: Path) -> None:
     same = make_folder(tmp_path, "baseline", "1" * 16, 40 * DAY)
     with hold_work_folder(tmp_path, "train", "frugal", FINGERPRINT):
         assert not (no_lock.exists() or half_removed.exists() or same.exists())
+
+
+def test_a_folder_pruned_in_the_moment_it_is_taken_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
+    taken = tmp_path / "train/baseline" / FINGERPRINT[:16]
+    flock = fcntl.flock
+
+    def flock_too_late(lock: int, operation: int) -> None:
+        monkeypatch.undo()
+        taken.rename(tmp_path / "pruned")
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_too_late)
+    with hold_work_folder(tmp_path, "train", "baseline", FINGERPRINT) as folder:
+        assert contents(folder) == {"lock"}
+        assert f"process {os.getpid()} on" in start().line()
+
+
+def test_a_folder_made_again_in_the_moment_it_is_pruned_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = make_folder(tmp_path, "baseline", "0" * 16, 40 * DAY)
+    flock = fcntl.flock
+    is_of_pruner = [False, True]
+
+    def flock_too_late(lock: int, operation: int) -> None:
+        if is_of_pruner.pop(0):
+            monkeypatch.undo()
+            old.rename(tmp_path / "pruned by another")
+            make_folder(tmp_path, "baseline", old.name, 0)
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_too_late)
+    with hold_work_folder(tmp_path, "train", "baseline", FINGERPRINT):
+        assert (old / "checkpoint").exists()
 
 
 def test_other_stages_and_the_journals_are_left_alone(tmp_path: Path) -> None:
