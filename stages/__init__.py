@@ -1,6 +1,13 @@
 """Frugal's pipeline: one module per DVC stage, and the rooms they are built from."""
 
 import os
+import signal
+import sys
+
+# `python -m stages.train` is importing torch for seconds before it can say anything: Ctrl-C in them ends it
+# without a traceback. The stage's own handlers come later (stages/interruption.py).
+if sys.argv[:1] == ["-m"]:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # OpenMP's threads spin while they wait. Where anything else wants the same cores a small matrix product
 # then takes 100 times as long, and a compiled step 10 times. Read when torch is first imported.

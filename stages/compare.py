@@ -9,6 +9,7 @@ from rich.console import Console
 from stages.interruption import run_interruptible
 from stages.outs import write_out
 from stages.params import Params, ParamsError, load_params
+from stages.planned import PlanError, planned_params
 from stages.report.bootstrap import BootstrapError
 from stages.report.figures import FIGURES as FIGURE_NAMES
 from stages.report.figures import draw_figures
@@ -73,7 +74,13 @@ def track(comparison: Comparison) -> list[str]:
     notes = []
     for row in comparison.rows:
         training = json.loads(variant_files(row.variant).training.read_text())
-        ratios = {"delta_bits_per_byte", "speedup", "memory_saved", "predicted_peak_memory_bytes"}
+        ratios = {
+            "delta_bits_per_byte",
+            "speedup",
+            "memory_saved",
+            "predicted_peak_memory_bytes",
+            "prediction_error",
+        }
         try:
             found = append_to_run(
                 work_root(),
@@ -100,8 +107,8 @@ def main() -> int:
 
 def _run() -> int:
     try:
-        comparison = compare(load_params())
-    except (ParamsError, InputError, BootstrapError, ComparisonError) as error:
+        comparison = compare(planned_params(load_params()))
+    except (ParamsError, PlanError, InputError, BootstrapError, ComparisonError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
     except OSError as error:

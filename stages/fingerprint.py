@@ -8,9 +8,13 @@ from stages.params import Params
 
 _CODE = ("params", "data", "model", "training")
 """The rooms whose code a trained model depends on; what only measures or tracks is not among them."""
-_MODULES = ("train.py", "train_results.py", "train_run.py")
+_MODULES = (
+    "train.py", "train_results.py", "train_run.py",
+    "measure/peak_memory.py", "measure/throughput.py",
+)  # fmt: skip
+"""Besides: those that decide what is published, and how a checkpoint keeps what was measured."""
 _PATIENCE = {"max_bad_steps", "max_overflows_in_a_row"}
-"""When a run gives up. A checkpoint is only made of a run that did not, so it fits any such limit."""
+"""When a run gives up: no part of the result of a run that did not."""
 
 
 def train_fingerprint(params: Params, variant: str, device_type: str, tokens_meta: Path) -> str:

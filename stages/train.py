@@ -9,7 +9,9 @@ never was.
 import argparse
 import gc
 import json
+import math
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -30,24 +32,31 @@ from stages.measure.hardware import (
 )
 from stages.measure.host_allocator import keep_freed_memory
 from stages.measure.out_of_memory import FailedAllocation, failed_allocation
-from stages.measure.units import readable_bytes
+from stages.measure.units import UnitError, parse_bytes, readable_bytes
 from stages.memory.leaner_recipes import (
-    DeviceType,
-    leaner_recipes,
     next_smaller_micro_batch,
-    predicted_peak_bytes,
 )
 from stages.model.attention import attention_kernel
 from stages.params import Params, ParamsError, load_params
+from stages.planned import PlanError, planned_memory_bytes, planned_params
 from stages.progress import TrainingProgress
 from stages.tracking import project_root, work_root
-from stages.train_results import TrainRecord, is_committed, publish, texts_to_publish
-from stages.train_run import TrainingStopped, TrainRun, restored_record, say, steps_with_checkpoints
+from stages.train_memory import DeviceFullError, OverBudgetError, check_memory, out_of_memory_message
+from stages.train_results import TrainRecord, is_forced, publish, texts_to_publish
+from stages.train_run import (
+    TrainingStopped,
+    TrainRun,
+    restored_record,
+    say,
+    steps_with_checkpoints,
+)
 from stages.train_tracking import run_tracker, track
 from stages.training.bad_steps import BadStepError
 from stages.training.checkpoint import CheckpointError
 from stages.training.checkpoint_store import CheckpointStore
-from stages.training.compilation import apply_compile, use_compile_cache
+from stages.training.compilation import apply_compile
+from stages.training.compile_cache import compiling, use_compile_cache
+from stages.training.determinism import use_deterministic_kernels
 from stages.training.device_rules import DeviceRuleError, check_device_rules
 from stages.training.loop import Measurements
 from stages.training.precision import PrecisionError, set_float32_matmul
@@ -61,29 +70,31 @@ TOKENS_META = TOKENS / "meta.json"
 SUMMARY = ("peak_memory_bytes", "compile_seconds", "recompiles", "mfu", "wall_seconds", "starts")
 
 
-class DeviceFullError(RuntimeError):
-    """A training that does not fit; the message says what would."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.train", description=__doc__)
     parser.add_argument("variant", help="a key of `variants` in params.yaml")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever progress there is")
+    parser.add_argument("--memory-budget", metavar="SIZE", help="use no more than this, such as 12GiB")
     options = parser.parse_args(arguments)
     name = f"train {options.variant}"
+    signals: StopSignals | None = None
     try:
         with stop_signals(name, "`dvc repro` goes on from the last checkpoint") as signals:
+            budget = None if options.memory_budget is None else parse_bytes(options.memory_budget)
             params = load_params()
             params.require_variant(options.variant)
-            train(params, options.variant, signals, fresh=options.fresh)
+            train(params, options.variant, signals, fresh=options.fresh, memory_budget_bytes=budget)
     except TrainingStopped as stopped:
         say(f"{name}: stopped by {stopped.signal_name} {stopped.outcome}")
         return EXIT_INTERRUPTED
     except Interrupted as stopped:
-        say(f"{name}: stopped by {stopped.signal_name} before a step was done; `dvc repro` goes on")
+        assert signals is not None, "only they raise it"
+        say(signals.message(stopped.signal_name))
         return EXIT_INTERRUPTED
     except (
+        UnitError,
         ParamsError,
+        PlanError,
         HardwareError,
         PrecisionError,
         DeviceRuleError,
@@ -97,27 +108,51 @@ def main(arguments: list[str] | None = None) -> int:
     ) as error:
         say(f"{name}: {error}")
         return 1
+    except torch.AcceleratorError as error:
+        reason = str(error).splitlines()[0]
+        say(f"{name}: the GPU failed ({reason}); `dvc repro` goes on from the last checkpoint")
+        return 1
     return 0
 
 
-def train(params: Params, variant: str, signals: StopSignals, *, fresh: bool = False) -> None:
+def train(
+    written: Params,
+    variant: str,
+    signals: StopSignals,
+    *,
+    fresh: bool = False,
+    memory_budget_bytes: int | None = None,
+) -> None:
     """Train one variant from its last checkpoint to the end and publish its outs.
 
+    Args:
+        written: the params as they stand in the file; what they leave to the plan is read from it.
+        signals: ask to stop.
+        fresh: start over.
+        memory_budget_bytes: run out of memory at this much. A GPU's allocator stops there; a CPU's cannot, so
+            there the peak of the measured step is held against it.
+
     Raises:
+        PlanError: the plan is missing, or needs more memory than this device or the budget has.
         Interrupted: `signals` said so; what was trained is saved.
         DeviceFullError: it does not fit, and `hardware.on_out_of_memory` is stop or nothing is left to halve.
     """
+    params = planned_params(written, [variant])
     device = select_device(params.hardware.device)
-    if device.type == "cpu":
-        keep_freed_memory()
+    check_memory(planned_memory_bytes(written, variant), device, memory_budget_bytes)
+    use_deterministic_kernels(device)
+    if device.type == "cpu" and params.hardware.on_out_of_memory == "stop":
+        keep_freed_memory()  # else what a failed step gave back could not be used in other sizes
     check_device_rules(params.model, params.variants[variant], device)
-    use_compile_cache(project_root() / params.hardware.compile_cache)
+    compile_cache = use_compile_cache(project_root() / params.hardware.compile_cache)
     sequences = _train_sequences(params)
     fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
     with hold_work_folder(work_root(), "train", variant, fingerprint, fresh=fresh) as folder:
         store = CheckpointStore(folder, params.checkpoints.keep)
         planned = params.variants[variant].micro_batch_size
-        run: TrainRun | None = TrainRun(params, variant, device, fingerprint, store, planned)
+        run: TrainRun | None = TrainRun(
+            params, variant, device, fingerprint, store, planned, compile_cache, memory_budget_bytes
+        )
         while run is not None:
             run = _train_or_halve(run, sequences, signals)
 
@@ -127,13 +162,16 @@ def _train_or_halve(
 ) -> TrainRun | None:
     """Train to the end; or, where memory runs out, the run to try next."""
     try:
-        _train_from_checkpoint(run, sequences, signals)
-        return None
+        return _train_from_checkpoint(run, sequences, signals)
     except (RuntimeError, MemoryError) as error:
         failure = failed_allocation(error, run.device)
+        if isinstance(error, OverBudgetError):
+            failure = FailedAllocation(error.over_bytes, error.budget_bytes)
         if failure is None:
             raise
-        problem = _out_of_memory_message(run, failure)
+        problem = out_of_memory_message(run.params, run.variant, run.device, failure)
+    finally:
+        run.store.wait()  # nobody may read or lock the folder while it is written
     # Only now, with its traceback gone, is the memory of the failed step free.
     smaller = next_smaller_micro_batch(run.techniques, run.params.training.global_batch_size)
     if (
@@ -148,27 +186,30 @@ def _train_or_halve(
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
-    return run.with_micro_batch(smaller)
+    store = CheckpointStore(run.store.folder, run.store.keep)  # counts from 0: the record has the rest
+    return replace(run.with_micro_batch(smaller), store=store)
 
 
 def _train_from_checkpoint(
     run: TrainRun, sequences: PackedSequences | PaddedSequences, signals: StopSignals
-) -> None:
+) -> TrainRun | None:
+    """Train to the end; or, where an earlier start ran out of memory, the run with its micro-batch."""
     params, store = run.params, run.store
     matmul_setting = set_float32_matmul(run.techniques.precision, run.device)
     state, policy = initial_state(params, run.variant, run.device)
     record, resumed = restored_record(run, state)
     if record.published is not None:
-        if not is_committed(run.variant, record.published):
+        if not is_forced(run.variant, record.published):
             _publish_again(run, record.published)
-            return
+            return None
         store.remove(store.checkpoints())
         state, policy = initial_state(params, run.variant, run.device)
         record, resumed = TrainRecord(run.planned_micro_batch_size), False
     if record.micro_batch_size > run.techniques.micro_batch_size:
         halved = {"after_step": state.step, "micro_batch_size": run.techniques.micro_batch_size}
         record = replace(record, micro_batch_size=halved["micro_batch_size"], halved=[*record.halved, halved])
-    run = run.with_micro_batch(record.micro_batch_size)
+    elif record.micro_batch_size < run.techniques.micro_batch_size:
+        return run.with_micro_batch(record.micro_batch_size)
     record.starts += 1
 
     apply_recompute(state.model, run.techniques)
@@ -185,7 +226,8 @@ def _train_from_checkpoint(
     ):
         measurements = record.measurements(compilation)
         steps = steps_with_checkpoints(run, state, sequences, policy, record, measurements, signals)
-        first_row = next(steps, None)
+        with compiling(run.compile_cache) if run.techniques.compile != "off" else nullcontext():
+            first_row = next(steps, None)
         with signals.deferred():
             for row in chain([first_row], steps):
                 if row is not None:
@@ -198,6 +240,10 @@ def _train_from_checkpoint(
             texts = texts_to_publish(facts, measured, record.rows, measurements.timer)
             _keep_and_publish(run, state, record, measurements, texts)
     _print_end(run, state, record, figures)
+    if signals.requested is not None:
+        # It is all published. But who sent the signal wants no next stage to begin.
+        raise TrainingStopped(signals.requested, "when it was complete; `dvc repro` takes it from there")
+    return None
 
 
 def _keep_and_publish(
@@ -224,26 +270,8 @@ def _publish_again(run: TrainRun, texts: dict[str, str]) -> None:
     print(f"{run.variant}: was complete; its outs are published from {run.store.folder}")
 
 
-def _out_of_memory_message(run: TrainRun, failure: FailedAllocation) -> str:
-    requested = (
-        "an allocation" if failure.requested_bytes is None else readable_bytes(failure.requested_bytes)
-    )
-    device_type: DeviceType = "cuda" if run.device.type == "cuda" else "cpu"
-    predicted = predicted_peak_bytes(run.params, run.techniques, device_type)
-    fits = [
-        f"{recipe.change} ({readable_bytes(recipe.peak_bytes)}, "
-        f"{'fits' if recipe.peak_bytes < failure.in_use_bytes else 'may not fit'})"
-        for recipe in leaner_recipes(run.params, run.variant, device_type)
-    ]
-    advice = f"less would need variants.{run.variant}.{', or '.join(fits)}" if fits else "use a smaller model"
-    return (
-        f"out of memory: {requested} could not be had beside {readable_bytes(failure.in_use_bytes)} in use; "
-        f"the plan predicts a peak of {readable_bytes(predicted)} with micro_batch_size "
-        f"{run.techniques.micro_batch_size}; {advice}"
-    )
-
-
 def _training_facts(run: TrainRun, state: TrainState, record: TrainRecord) -> dict[str, Any]:
+    final_loss = record.rows[-1].loss
     return {
         "variant": run.variant,
         "fingerprint": run.fingerprint,
@@ -251,7 +279,7 @@ def _training_facts(run: TrainRun, state: TrainState, record: TrainRecord) -> di
         "steps": state.step,
         "tokens": state.tokens,
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "final_loss": record.rows[-1].loss,
+        "final_loss": final_loss if math.isfinite(final_loss) else None,
         "skipped_steps": int(state.skipped_steps),
         "precision": run.techniques.precision,
         "micro_batch_size": run.techniques.micro_batch_size,

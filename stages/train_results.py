@@ -9,10 +9,12 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from ruamel.yaml import YAML
 
 from stages.measure.compilation import CompileWatch
 from stages.measure.flops import model_flops_per_token
@@ -144,13 +146,40 @@ def publish(variant: str, checkpoint: Path, texts: Mapping[str, str]) -> None:
     write_out(Path(f"results/measurements/{variant}.csv"), texts["timeline"])
 
 
-def is_committed(variant: str, texts: Mapping[str, str]) -> bool:
-    """Whether dvc.lock holds these very measurements: no two runs have the same.
+def is_forced(variant: str, texts: Mapping[str, str]) -> bool:
+    """Whether this complete run is in dvc.lock, and nothing that DVC looks at has changed since.
 
     Then whoever runs the stage again wants a new training (`dvc repro --force`), not the outs of this one.
+    It is known by its measurements: no two runs have the same.
     """
+    stage = f"train@{variant}"
     md5 = hashlib.md5(texts["measurements"].encode(), usedforsecurity=False).hexdigest()
-    return outs_md5_tags(f"train@{variant}").get(f"md5.{_measurements_path(variant)}") == md5
+    is_committed = outs_md5_tags(stage).get(f"md5.{_measurements_path(variant)}") == md5
+    return is_committed and locked_params(stage) == present_params(locked_params(stage))
+
+
+def locked_params(stage: str, dvc_lock: Path = Path("dvc.lock")) -> dict[str, Any]:
+    """The params of params.yaml that dvc.lock has for a stage, by their dotted names."""
+    params = _yaml(dvc_lock)["stages"][stage].get("params", {})
+    found: dict[str, Any] = params.get("params.yaml", {})
+    return found
+
+
+def present_params(names: Iterable[str], params_yaml: Path = Path("params.yaml")) -> dict[str, Any]:
+    """What params.yaml says of these dotted names; None for what is not there."""
+    present = {}
+    for name in names:
+        value: Any = _yaml(params_yaml)
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        present[name] = value
+    return present
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    # DVC's reader: to YAML 1.2 a bare `off` is a word, to PyYAML's 1.1 it is false.
+    found: dict[str, Any] = YAML(typ="safe").load(path.read_text())
+    return found
 
 
 def _measurements_path(variant: str) -> Path:

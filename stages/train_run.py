@@ -4,12 +4,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from stages.data.sequences import PackedSequences, PaddedSequences
 from stages.interruption import Interrupted, StopSignals
 from stages.params import CheckpointParams, Params, VariantParams
+from stages.train_memory import OverBudgetError
 from stages.train_results import TrainRecord
 from stages.training.bad_steps import may_be_saved
 from stages.training.checkpoint import CheckpointError
@@ -38,6 +40,8 @@ class TrainRun:
     store: CheckpointStore
     planned_micro_batch_size: int
     """What the params ask for; `params` here may have less, where memory ran out."""
+    compile_cache: Path
+    memory_budget_bytes: int | None
 
     @property
     def techniques(self) -> VariantParams:
@@ -67,6 +71,12 @@ def restored_record(run: TrainRun, state: TrainState) -> tuple[TrainRecord, bool
         return TrainRecord(run.planned_micro_batch_size), False
     if restored.damaged:
         say(f"train {run.variant}: {'; '.join(restored.damaged)}; the checkpoint before it is used")
+    if not may_be_saved(state, run.params.training):
+        raise CheckpointError(
+            f"{restored.folder} is of a run that left out {int(state.skipped_steps)} bad steps and "
+            f"training.max_bad_steps is {run.params.training.max_bad_steps}; raise it, or start over with "
+            f"`python -m stages.train {run.variant} --fresh`"
+        )
     record = TrainRecord.from_dict(restored.progress)
     if record.published is None:
         print(f"{run.variant}: going on after step {state.step} of {run.params.training.num_steps}")
@@ -100,6 +110,7 @@ def steps_with_checkpoints(
         if row is not None:
             record.rows.append(row)
         yield row
+        _check_budget(run, measurements)
         # Not while the second step of this process is measured: a copy of the state is memory too.
         is_inside = first_step + 2 <= state.step < training.num_steps
         if is_inside and clock.is_due(state.step, store) and may_be_saved(state, training):
@@ -113,6 +124,12 @@ def steps_with_checkpoints(
     if state.step < training.num_steps:
         assert signals.requested is not None, "nothing else ends the loop early"
         raise TrainingStopped(signals.requested, _save_at_stop(run, state, record, measurements))
+
+
+def _check_budget(run: TrainRun, measurements: Measurements) -> None:
+    budget, peak = run.memory_budget_bytes, measurements.peak
+    if budget is not None and run.device.type == "cpu" and peak is not None and peak.bytes > budget:
+        raise OverBudgetError(peak.bytes - budget, budget)
 
 
 class SaveClock:
@@ -139,7 +156,8 @@ def _save_at_stop(run: TrainRun, state: TrainState, record: TrainRecord, measure
         return "after a step whose loss is no number; the checkpoint before it is kept"
     where = f"after step {state.step} of {run.params.training.num_steps}"
     try:
-        run.store.save_now(state, record.at_checkpoint(measurements, run.store).to_dict())
+        if run.store.written_step != state.step:
+            run.store.save_now(state, record.at_checkpoint(measurements, run.store).to_dict())
     except OSError as error:
         return f"{where} and could not save ({error}); `dvc repro` goes on from the checkpoint before"
     return f"{where}, saved; `dvc repro` goes on from there"

@@ -7,6 +7,10 @@ import torch
 
 from stages.measure.peak_memory import live_cpu_blocks
 
+# PyTorch's allocator, C++'s, and what oneDNN makes of either.
+_CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "could not create a primitive")
+# The driver's (contexts, pinned host memory), and what the libraries make of it.
+_CUDA_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # "Tried to allocate 1.50 GiB." (c10/cuda/CUDACachingAllocator.cpp), "you tried to allocate 4096 bytes."
 # (c10/core/impl/alloc_cpu.cpp).
@@ -27,10 +31,12 @@ def failed_allocation(error: BaseException, device: torch.device) -> FailedAlloc
     """None where the error is another one. To be asked before the error's traceback is let go."""
     message = str(error)
     is_cpu = isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and ("DefaultCPUAllocator: can't allocate memory" in message or message == "std::bad_alloc")
+        isinstance(error, RuntimeError) and any(words in message for words in _CPU_WORDS)
     )
-    if not is_cpu and not isinstance(error, torch.OutOfMemoryError):
+    is_cuda = isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in message for words in _CUDA_WORDS)
+    )
+    if not is_cpu and not is_cuda:
         return None
     found = _TRIED.search(message)
     requested = None if found is None else int(float(found[1]) * _UNITS[found[2]])

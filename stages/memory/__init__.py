@@ -1,5 +1,5 @@
-"""Prediction of the peak memory of a training step, from shapes alone."""
+"""Prediction of the peak memory of a training step, by running the step on tensors without memory."""
 
-from stages.memory.analytic import MemoryPrediction, predict
+from stages.memory.prediction import MemoryPrediction, predict
 
 __all__ = ["MemoryPrediction", "predict"]

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from stages.memory import predict
+from stages.memory.fit import Predictions, candidates_of, largest_micro_batch
 from stages.params import Params, VariantParams
 
 DeviceType = Literal["auto", "cuda", "cpu"]
@@ -40,6 +41,27 @@ def leaner_recipes(params: Params, variant: str, device_type: DeviceType) -> lis
         if peak < now:
             found.append(LeanerRecipe(change, peak))
     return found
+
+
+def change_that_fits(predictions: Predictions, recipe: VariantParams) -> str | None:
+    """The mildest change with which a recipe fits, as lines of params.yaml say it; None where none is known.
+
+    A smaller micro-batch changes no loss, so it is tried first; then the other techniques that do not.
+    """
+    params = predictions.params
+    for change in ({}, {"loss": "chunked"}, {"recompute": "every_block"}, _LEANEST):
+        changed = recipe.model_copy(update=change)
+        if change and changed == recipe:
+            continue
+        groups = candidates_of(params, changed)
+        found = largest_micro_batch(predictions, groups[0]).recipe if groups else None
+        if found is not None:
+            lines = {"micro_batch_size": found.micro_batch_size} | change
+            return ", ".join(f"{key}: {value}" for key, value in lines.items())
+    return None
+
+
+_LEANEST = {"loss": "chunked", "recompute": "every_block"}
 
 
 def next_smaller_micro_batch(recipe: VariantParams, global_batch_size: int) -> int | None:

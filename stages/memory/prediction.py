@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from stages.memory.cuda_allocator import MIN_BLOCK, allocator_peaks
 from stages.memory.make_up import (
     ACTIVATIONS,
     GRADIENTS,
@@ -14,15 +15,32 @@ from stages.memory.make_up import (
     make_up_of_peak,
     timeline,
 )
-from stages.memory.step_trace import trace_step
+from stages.memory.step_trace import StepTrace, trace_step
 from stages.params import ModelParams, TrainingParams, VariantParams
 
 TIMELINE_POINTS = 2000
 
-_ROUNDING = {"cuda": 512, "cpu": 1}
-"""Bytes: kMinBlockSize of c10/core/AllocatorConfig.h; the CPU's measurement counts what was asked for."""
+_ROUNDING = {"cuda": MIN_BLOCK, "cpu": 1}
+"""Bytes; the CPU's measurement counts what was asked for."""
 
 DEFAULT_COMPUTE_CAPABILITY = (8, 6)
+"""Of GeForce RTX 30."""
+
+
+UNSPLIT, CUBLAS = "rests that the allocator does not split off", "cuBLAS workspaces"
+FRAGMENTATION, CONTEXT = "fragmentation", "CUDA context and kernels"
+"""Names of the allowances. The first two are part of torch.cuda.max_memory_allocated, the first three of
+max_memory_reserved, the last of neither. Fragmentation is that of a device with room: short of memory, the
+allocator gives segments that are free as a whole back to the driver, and some of it is saved."""
+
+_CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 2**10
+"""Of one handle, as CUBLAS_WORKSPACE_CONFIG=:4096:8 has it (stages/training/determinism.py); the forward pass
+and autograd's thread have a handle each, for good."""
+
+_CONTEXT_BYTES = 512 * 2**20
+"""What a process with CUDA and PyTorch's kernels takes beside its tensors. Assumed, not computed: nvidia-smi
+shows some 200 to 500 MiB, more for larger GPUs, where kernels are loaded as they are first used
+(CUDA_MODULE_LOADING is LAZY since CUDA 12.2)."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,9 @@ class MemoryPrediction:
     """The activations by the part of the model that made them, the largest first."""
     allowances: dict[str, int]
     """What the process needs on the device beside live tensors, each in bytes; empty on a CPU."""
-    bound: Literal["exact", "upper"]
-    """upper: the variant is compiled, and the eager step was traced: the compiler keeps less."""
+    accuracy: Literal["exact", "estimate"]
+    """exact: byte for byte on a CPU (benchmarks/plan_accuracy.py). estimate: the variant is compiled, and
+    what the compiler fuses away is reckoned by rules; within 10 % there."""
     timeline: Timeline
     """Live bytes over the step."""
     method: str = "traced"
@@ -61,6 +80,11 @@ class MemoryPrediction:
             + self.logits_and_loss
             + self.temporaries
         )
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What torch.cuda.max_memory_allocated will say; on a CPU the peak."""
+        return self.peak_bytes + self.allowances.get(UNSPLIT, 0) + self.allowances.get(CUBLAS, 0)
 
     @property
     def needed_bytes(self) -> int:
@@ -94,7 +118,18 @@ def predict(
         logits_and_loss=peak.by_category[LOGITS_AND_LOSS],
         temporaries=peak.by_category[TEMPORARIES],
         activations_by_kind=peak.activations_by_kind,
-        allowances={},
-        bound="exact" if variant.compile == "off" else "upper",
+        allowances=_allowances(trace, peak.bytes) if target == "cuda" else {},
+        accuracy="exact" if variant.compile == "off" else "estimate",
         timeline=timeline(trace, _ROUNDING[target], TIMELINE_POINTS),
     )
+
+
+def _allowances(trace: StepTrace, peak_bytes: int) -> dict[str, int]:
+    sizes = [block.bytes for block in trace.recorded.blocks]
+    peaks = allocator_peaks(sizes, trace.recorded.events, trace.second_step)
+    return {
+        UNSPLIT: peaks.allocated - peak_bytes,
+        CUBLAS: 2 * _CUBLAS_WORKSPACE_BYTES,
+        FRAGMENTATION: peaks.reserved - peaks.allocated,
+        CONTEXT: _CONTEXT_BYTES,
+    }

@@ -13,10 +13,11 @@ from stages.params.run import (
     EvaluationParams,
     HardwareParams,
     ModelParams,
+    TargetName,
     TrackingParams,
     TrainingParams,
 )
-from stages.params.variant import BlockGroups, MemoryBudget, VariantParams
+from stages.params.variant import BlockGroups, MemoryBudget, VariantParams, VariantToPlan
 
 __all__ = [
     "BlockGroups",
@@ -31,10 +32,12 @@ __all__ = [
     "ModelParams",
     "Params",
     "ParamsError",
+    "TargetName",
     "TokenizerParams",
     "TrackingParams",
     "TrainingParams",
     "VariantParams",
+    "VariantToPlan",
     "check_params",
     "flatten",
     "load_params",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, SerializeAsAny, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from stages.params.data import CorpusParams, TokenizerParams
@@ -20,7 +20,7 @@ from stages.params.run import (
     TrainingParams,
 )
 from stages.params.section import Section
-from stages.params.variant import VariantParams
+from stages.params.variant import VariantParams, VariantToPlan
 
 
 class _NoDuplicates(yaml.SafeLoader):
@@ -50,8 +50,9 @@ class Params(Section):
     checkpoints: CheckpointParams = CheckpointParams()
     hardware: HardwareParams = HardwareParams()
     tracking: TrackingParams = TrackingParams()
-    variants: Annotated[dict[str, VariantParams], Field(min_length=1)]
-    """By name, in the order of the report; the first is what the others are compared with."""
+    variants: Annotated[dict[str, SerializeAsAny[VariantParams]], Field(min_length=1)]
+    """By name, in the order of the report; the first is what the others are compared with. One that leaves
+    something to the plan is a VariantToPlan; `stages.planned.planned_params` gives what it became."""
 
     def accumulation_steps(self, variant: str) -> int:
         return self.variants[variant].accumulation_steps(self.training.global_batch_size)
@@ -106,7 +107,7 @@ def check_params(raw: Any, source: str = "params") -> Params:
             problems.append(f"{name}: unknown key{_nearest(str(name), list(Params.model_fields))}")
         elif name == "variants" and isinstance(value, dict):
             sections[name] = {
-                key: _read(f"variants.{key}", VariantParams, variant, problems)
+                key: _read(f"variants.{key}", _variant_kind(variant), variant, problems)
                 for key, variant in value.items()
             }
             problems += [
@@ -134,6 +135,13 @@ def check_params(raw: Any, source: str = "params") -> Params:
     if problems:
         raise ParamsError(source, problems)
     return Params(**sections)
+
+
+def _variant_kind(value: Any) -> type[VariantParams]:
+    """The class that reads a variant; a section that was read already stays of its kind."""
+    if isinstance(value, dict) and ("fit" in value or value.get("micro_batch_size") == "auto"):
+        return VariantToPlan
+    return VariantParams
 
 
 def _read(path: str, annotation: Any, value: Any, problems: list[str]) -> Any:

@@ -131,18 +131,77 @@ class CheckpointParams(Section):
     """So many of the newest stay; the one before the newest is the way out if that is damaged."""
 
 
+TargetName = Literal[
+    "cpu",
+    "rtx_3060_12gb",
+    "rtx_4070",
+    "rtx_4060_ti_16gb",
+    "rtx_3090",
+    "rtx_4090",
+    "rtx_5090",
+    "rtx_a6000",
+    "t4",
+    "v100_16gb",
+    "l4",
+    "a10g",
+    "l40s",
+    "a100_40gb",
+    "a100_80gb",
+    "h100_80gb",
+    "h200",
+    "b200",
+]
+"""What stages/measure/targets.py knows the figures of."""
+
+
 class HardwareParams(Section):
-    """The machine that trains."""
+    """The machine that trains, and the one that is planned for: no plan looks at the machine it runs on."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes the GPU where there is one; a GPU whose driver is too old is an error, never a
     silent fall back to the CPU."""
+    target: TargetName | None = None
+    """The GPU to plan for, or cpu. Without it and memory_gib nothing is fitted: the plan is a prediction."""
+    memory_gib: PositiveFloat | None = None
+    """Memory to plan for, in GiB; with a target instead of all that it has."""
+    memory_reserve_gib: NonNegativeFloat = 0.25
+    """Left free, in GiB. What CUDA, its libraries and fragmentation take is predicted apart from it; the
+    reserve is for what no prediction sees, such as another driver. A card that shows a desktop needs more:
+    what nvidia-smi shows in use before training."""
+    price_per_hour: PositiveFloat | None = None
+    """Of the target, in any currency; the forecast then names the cost of a billion tokens in it."""
     on_out_of_memory: Literal["stop", "halve"] = "stop"
     """halve: go on from the last checkpoint with half the micro-batch and twice the accumulation; the
     results say so."""
     compile_cache: str = ".work/compile-cache"
     """Folder where torch.compile keeps its kernels, so that a second run starts warm; relative to
     the DVC root."""
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether there is a memory to fit into."""
+        return self.memory_gib is not None or self.target not in (None, "cpu")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.target == "cpu" and self.device != "cpu":
+            yield ("target", f"cpu is planned for and hardware.device is {self.device}; set device: cpu too")
+        elif self.target not in (None, "cpu") and self.device == "cpu":
+            yield (
+                "target",
+                f"{self.target} is a GPU and hardware.device is cpu; set device: cuda, or target: cpu",
+            )
+        if self.memory_gib is not None and self.target is None and self.device == "auto":
+            yield (
+                "memory_gib",
+                f"{self.memory_gib:g} names no device and hardware.device is auto; what a step needs depends "
+                "on whose kernels run: set hardware.device to cuda or cpu, or set hardware.target",
+            )
+        if self.memory_gib is not None and self.memory_reserve_gib >= self.memory_gib:
+            yield (
+                "memory_reserve_gib",
+                f"{self.memory_reserve_gib:g} leaves nothing of hardware.memory_gib {self.memory_gib:g}; "
+                "lower it",
+            )
 
 
 class TrackingParams(Section):

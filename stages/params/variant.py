@@ -7,7 +7,7 @@ before anything is computed; docs/techniques.md lists the refusals.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
 from stages.params.run import HardwareParams, TrainingParams
 from stages.params.section import Section, divisors, one_of
@@ -108,7 +108,9 @@ class VariantParams(Section):
 
     def _conflicts_with_training(self, training: TrainingParams) -> Iterator[tuple[str, str]]:
         global_batch_size = training.global_batch_size
-        if global_batch_size % self.micro_batch_size:
+        if not isinstance(self.micro_batch_size, int):
+            pass  # a VariantToPlan's auto: the plan takes a divisor with which nothing below is broken
+        elif global_batch_size % self.micro_batch_size:
             yield (
                 "micro_batch_size",
                 f"{self.micro_batch_size} does not divide training.global_batch_size "
@@ -144,3 +146,52 @@ class VariantParams(Section):
                 "offload moves activations from the GPU to host memory and hardware.device is cpu; "
                 "use every_block or selective",
             )
+
+
+class VariantToPlan(VariantParams):
+    """A variant that leaves something to the plan: `micro_batch_size: auto`, or `fit: auto`.
+
+    It stands in `Params.variants` until `stages.planned.planned_params` puts the plan's choice, a plain
+    VariantParams, in its place. Only the plan may read its `micro_batch_size`.
+    """
+
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"  # type: ignore[assignment]
+    """auto: the largest divisor of training.global_batch_size that fits the target's memory."""
+    fit: Literal["auto"] | None = None
+    """auto: the plan chooses recompute, loss and micro_batch_size, as far as they are not given here, for
+    the highest forecast speed that fits. It never changes precision, compile or the optimizer."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that the params file holds and the plan must keep, with their values."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set and name != "fit" and getattr(self, name) != "auto"
+        }
+
+    def resolved(self, **choice: Any) -> VariantParams:
+        """What is given here with the plan's choice for the rest.
+
+        Raises:
+            pydantic.ValidationError: `choice` holds something else than a variant's keys and values.
+        """
+        return VariantParams(**self.given | choice)
+
+    def conflicts(
+        self, training: TrainingParams | None, hardware: HardwareParams | None
+    ) -> Iterator[tuple[str, str]]:
+        yield from super().conflicts(training, hardware)
+        if hardware is not None and not hardware.has_capacity:
+            key = "fit" if self.fit else "micro_batch_size"
+            found = "is cpu, which has no memory of its own" if hardware.target else "names no device"
+            yield (
+                key,
+                f"auto needs a memory to fit into and hardware.target {found}; set hardware.target to a GPU, "
+                "such as rtx_4090 or a100_80gb, or set hardware.memory_gib",
+            )
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A default that was not written is the plan's to choose, also for who reads this again.
+        return {key: value for key, value in serialize(self).items() if key in self.model_fields_set}

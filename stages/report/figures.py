@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stages.report import units
 from stages.report.inputs import Curve
+from stages.report.memory_timeline import plot_timelines
 from stages.report.rows import Comparison
 from stages.report.style import LIGHT, Theme
 
@@ -25,7 +26,7 @@ _LEFT = 0.09
 _RAW_POINTS = 150
 """Curves with more points than this are smoothed, and the figure says so."""
 
-FIGURES = ("loss_by_tokens", "loss_by_time", "memory", "speed")
+FIGURES = ("loss_by_tokens", "loss_by_time", "memory", "memory_timeline", "speed")
 """File names without their ending, in the order of the report."""
 
 
@@ -35,6 +36,7 @@ def draw_figures(comparison: Comparison, theme: Theme = LIGHT) -> dict[str, byte
         "loss_by_tokens": _loss_by_tokens,
         "loss_by_time": _loss_by_time,
         "memory": _memory,
+        "memory_timeline": _memory_timeline,
         "speed": _speed,
     }
     images = {}
@@ -185,6 +187,14 @@ def _memory(comparison: Comparison, theme: Theme) -> Figure:
     axes.set_xlim(0, max(*measured, *predicted) * 1.3)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
     axes.set_xlabel(unit)
+    return figure
+
+
+def _memory_timeline(comparison: Comparison, theme: Theme) -> Figure:
+    timelines = {row.variant: comparison.results[row.variant].memory_timeline for row in comparison.rows}
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.5 + 2.5 * -(-len(timelines) // 2)))
+    top = _titles(figure, theme, "Memory over one step", "predicted live tensor bytes, the peak marked")
+    plot_timelines(figure, timelines, theme, left=_LEFT, top=top)
     return figure
 
 

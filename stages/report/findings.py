@@ -116,6 +116,12 @@ def caveats(comparison: Comparison) -> Iterator[str]:
             f"Steps whose loss or gradients were no number were skipped ({skipped}); a GradScaler finds its "
             "scale that way, any other precision should not."
         )
+    elsewhere = [name for name, r in comparison.results.items() if r.plan.device != r.measurement.device.kind]
+    if elsewhere:
+        yield (
+            f"The peak of {', '.join(elsewhere)} was predicted for another kind of device than trained it, "
+            "so no error is given; set hardware.device to the one that trains."
+        )
     for name, result in comparison.results.items():
         if result.training.out_of_memory:
             yield (

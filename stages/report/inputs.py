@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from stages.report.bootstrap import DocumentLosses
+from stages.report.memory_timeline import MemoryTimeline, read_memory_timeline
 
 
 class InputError(ValueError):
@@ -45,7 +46,10 @@ class Plan(_Record):
     micro_batch_size: PositiveInt
     accumulation_steps: PositiveInt
     sequence_length: PositiveInt
-    predicted_peak_memory_bytes: PositiveInt
+    predicted_allocated_bytes: PositiveInt
+    """What the measurement is predicted to be: on a GPU the peak and what its allocator adds."""
+    device: Literal["cpu", "cuda"]
+    """Whose kernels were planned for."""
     parameter_count: PositiveInt
     method: str
 
@@ -105,6 +109,8 @@ class VariantResults:
     """Everything that was found out about one variant."""
 
     plan: Plan
+    memory_timeline: MemoryTimeline
+    """Predicted."""
     training: Training
     measurement: Measurement
     evaluation: Evaluation
@@ -130,8 +136,18 @@ def read_variant(files: VariantFiles) -> VariantResults:
     evaluation = _read_record(files.evaluation, Evaluation, f"evaluate@{name}", name)
     losses = _read_documents(files.documents, evaluation, files.evaluation)
     curve = _read_curve(files.curve, files.timeline, f"train@{name}")
+    memory_timeline = _read_memory_timeline(files.plan.with_suffix(".timeline.csv"), f"plan@{name}")
     samples = _read_text(files.samples, f"evaluate@{name}") if files.samples.exists() else ""
-    return VariantResults(plan, training, measurement, evaluation, losses, curve, samples)
+    return VariantResults(plan, memory_timeline, training, measurement, evaluation, losses, curve, samples)
+
+
+def _read_memory_timeline(path: Path, target: str) -> MemoryTimeline:
+    try:
+        return read_memory_timeline(_read_text(path, target))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise _malformed(path, str(error), target) from None
 
 
 def _read_text(path: Path, target: str) -> str:

@@ -16,12 +16,14 @@ _ALT_TEXTS = {
     "loss_by_tokens": "Training loss against tokens, one line per variant",
     "loss_by_time": "Training loss against wall-clock time, one line per variant",
     "memory": "Peak memory of each variant as bars, with the predicted peak as a marker",
+    "memory_timeline": "Predicted live memory of each variant over one step, by what it is made of",
     "speed": "Tokens per second of each variant as bars",
 }
 _BATCH = "Batch: micro-batches in one optimizer step × sequences in a micro-batch."
 _RESULTS = (
     "Bits per byte: of the validation text, lower is better. Δ: against the first variant, ± the wider "
-    "half of the 95 % interval. Predicted: peak memory as computed before training."
+    "half of the 95 % interval. Predicted: peak memory as computed before training. Error: predicted / "
+    "measured − 1."
 )
 
 

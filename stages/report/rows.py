@@ -45,6 +45,9 @@ class Row(BaseModel):
     """1 - peak / the first row's peak, a fraction; null where that was measured on another device
     or in another way."""
     predicted_peak_memory_bytes: int
+    """What peak_memory_bytes was predicted to be before training."""
+    prediction_error: float | None
+    """predicted / measured - 1; null where another kind of device was planned for, or another micro-batch."""
     mfu: float | None
     """Model FLOPs per second as a fraction of what the device can do."""
     compile_seconds: float | None
@@ -136,13 +139,22 @@ def _row(params: Params, variant: str, result: VariantResults, reference: Varian
         memory_saved=(
             1 - measured.peak_memory_bytes / measured_first.peak_memory_bytes if same_memory else None
         ),
-        predicted_peak_memory_bytes=result.plan.predicted_peak_memory_bytes,
+        predicted_peak_memory_bytes=result.plan.predicted_allocated_bytes,
+        prediction_error=_prediction_error(result),
         mfu=measured.mfu,
         compile_seconds=measured.compile_seconds,
         skipped_steps=result.training.skipped_steps,
         device=device_name(measured.device),
         seed=result.training.seed,
     )
+
+
+def _prediction_error(result: VariantResults) -> float | None:
+    plan, measured = result.plan, result.measurement
+    same_step = plan.micro_batch_size == result.training.micro_batch_size
+    if plan.device != measured.device.kind or not same_step:
+        return None
+    return plan.predicted_allocated_bytes / measured.peak_memory_bytes - 1
 
 
 def _recompute_word(recompute: str | BlockGroups | MemoryBudget) -> str:

@@ -34,6 +34,7 @@ def results_cells(comparison: Comparison) -> Cells:
         "peak memory",
         "saved",
         "predicted",
+        "error",
     ]
     header += ["MFU"] * any_mfu
     body = []
@@ -49,6 +50,7 @@ def results_cells(comparison: Comparison) -> Cells:
             units.memory(row.peak_memory_bytes),
             units.NONE if first else units.percent(row.memory_saved),
             units.memory(row.predicted_peak_memory_bytes),
+            units.NONE if row.prediction_error is None else units.signed_percent(row.prediction_error),
         ]
         cells += [units.percent(row.mfu)] * any_mfu
         body.append(tuple(cells))
@@ -112,10 +114,10 @@ def terminal_table(comparison: Comparison, width: int) -> Table:
     """The results for a terminal; itself Markdown, so that it can be copied into an issue.
 
     The best number of a column is bold, unless its rows are of several devices. Where `width`
-    characters are too few, MFU and then the prediction are left to the report.
+    characters are too few, MFU and then the prediction and its error are left to the report.
     """
     cells = results_cells(comparison)
-    for spare in ("MFU", "predicted"):
+    for spare in ("MFU", "predicted", "error"):
         if _width(cells) > width:
             cells = _without(cells, spare)
     table = Table(box=box.MARKDOWN, header_style="bold")

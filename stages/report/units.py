@@ -42,6 +42,13 @@ def percent(fraction: float | None) -> str:
     return f"{value:.{0 if abs(value) >= 9.95 else 1}f} %".replace("-", MINUS)
 
 
+def signed_percent(fraction: float) -> str:
+    """`+4.2 %`, `−0.01 %`: two digits that count, so that a small error does not read as none."""
+    value = 100 * fraction
+    digits = 2 if abs(value) < 0.095 else 1 if abs(value) < 9.95 else 0
+    return f"{signed(value, digits)} %"
+
+
 def signed(value: float, digits: int = 4) -> str:
     """`+0.0012`, `−0.0030`; always with a sign, except for a zero."""
     text = f"{value:+.{digits}f}"

@@ -55,9 +55,12 @@ def check_numbers(
     step = state.step - too_many
     where = _first_bad_micro_batch(state, variant, policy, batch_of_step(step))
     allowed = f" ({training.max_bad_steps} were left out before)" if training.max_bad_steps else ""
+    weights = f"the weights are those of step {step}"
+    if isinstance(state.optimizer, OptimizerInBackward):
+        weights = "weights whose own gradients were numbers have moved; the last checkpoint is from before"
     raise BadStepError(
-        f"step {step + 1}: {where}; the weights are those of step {step}{allowed}. Lower "
-        "training.learning_rate, or leave such batches out with training.max_bad_steps"
+        f"step {step + 1}: {where}; {weights}{allowed}. Lower training.learning_rate, or leave such "
+        "batches out with training.max_bad_steps"
     )
 
 

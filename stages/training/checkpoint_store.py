@@ -33,6 +33,9 @@ from stages.training.state import TrainState
 PROGRESS, CHECKSUMS = "progress.json", "checksums.json"
 _PREFIX = "step-"
 
+_CANNOT = (OSError, MemoryError, RuntimeError)
+"""What keeps a checkpoint from being made: the disk, or host memory for the copy. Training goes on."""
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -56,6 +59,8 @@ class CheckpointStore:
         self.writing_seconds = 0.0
         """Of the writing thread, beside the training."""
         self._thread: threading.Thread | None = None
+        self.written_step: int | None = None
+        """Of the last checkpoint that was written whole."""
         self._error: OSError | None = None
         self._was_lost = False
 
@@ -63,10 +68,14 @@ class CheckpointStore:
         """Copy the state now and write it in the background."""
         started = time.perf_counter()
         self._join()
-        snapshot = take_snapshot(state)
-        self._thread = threading.Thread(target=self._write, args=(snapshot, progress), name="checkpoint")
-        self._thread.start()
         self.saves += 1
+        try:
+            snapshot = take_snapshot(state)
+        except _CANNOT as error:
+            self._error = _as_os_error(error)
+        else:
+            self._thread = threading.Thread(target=self._write, args=(snapshot, progress), name="checkpoint")
+            self._thread.start()
         self.training_seconds += time.perf_counter() - started
 
     def save_now(self, state: TrainState, progress: dict[str, Any]) -> Path:
@@ -78,8 +87,11 @@ class CheckpointStore:
         started = time.perf_counter()
         self._join()
         self._error = None
-        self._write(take_snapshot(state, copy=False), progress)
         self.saves += 1
+        try:
+            self._write(take_snapshot(state, copy=False), progress)
+        except _CANNOT as error:
+            self._error = _as_os_error(error)
         self.training_seconds += time.perf_counter() - started
         if self._error is not None:
             raise self._error
@@ -110,17 +122,18 @@ class CheckpointStore:
         """
         for leftover in self.folder.glob(f".{_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        damaged: list[str] = []
+        damaged: dict[Path, str] = {}
         for folder in reversed(self.checkpoints()):
             try:
                 progress = read_checked(folder)
                 load_checkpoint(state, folder)
             except CheckpointError as error:
-                damaged.append(str(error))
+                damaged[folder] = str(error)
                 continue
-            return Restored(folder, progress, tuple(damaged))
+            self.remove(damaged)  # or they would count among those that are kept
+            return Restored(folder, progress, tuple(damaged.values()))
         if damaged:
-            raise CheckpointError("; ".join(damaged))
+            raise CheckpointError("; ".join(damaged.values()))
         return None
 
     def checkpoints(self) -> list[Path]:
@@ -129,9 +142,12 @@ class CheckpointStore:
         return sorted(found, key=lambda path: int(path.name[len(_PREFIX) :]))
 
     def remove(self, folders: Iterable[Path]) -> None:
-        """Give the disk of these checkpoints back."""
+        """Give the disk of these checkpoints back. Who is killed in it leaves no half one under its name."""
         for folder in folders:
-            shutil.rmtree(folder)
+            gone = folder.with_name(f".{folder.name}.removed")
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
 
     def _place(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:09}"
@@ -145,8 +161,8 @@ class CheckpointStore:
         started = time.perf_counter()
         try:
             self._write_checkpoint(snapshot, progress)
-        except OSError as error:
-            self._error = error
+        except _CANNOT as error:
+            self._error = _as_os_error(error)
         self.writing_seconds += time.perf_counter() - started
 
     def _write_checkpoint(self, snapshot: Snapshot, progress: dict[str, Any]) -> None:
@@ -164,15 +180,15 @@ class CheckpointStore:
             for file in half.iterdir():
                 _flush(file)
             _flush(half)
-            # One of the same step is either the same or damaged.
-            shutil.rmtree(place, ignore_errors=True)
+            if place.exists():
+                self.remove([place])  # of an earlier try at this step, and so the same
             half.rename(place)
             _flush(self.folder)
-        except OSError:
+        except _CANNOT:
             shutil.rmtree(half, ignore_errors=True)  # room for the next try
             raise
-        for old in self.checkpoints()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        self.written_step = snapshot.scalars["step"]
+        self.remove(self.checkpoints()[: -self.keep])
 
 
 def read_checked(folder: Path) -> dict[str, Any]:
@@ -205,6 +221,10 @@ def _checksums(folder: Path) -> dict[str, dict[str, int | str]]:
 def _digest(file: Path) -> dict[str, int | str]:
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def _as_os_error(error: BaseException) -> OSError:
+    return error if isinstance(error, OSError) else OSError(str(error) or type(error).__name__)
 
 
 def _flush(path: Path) -> None:

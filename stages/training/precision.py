@@ -54,7 +54,7 @@ def precision_policy(variant: VariantParams, device: torch.device) -> PrecisionP
     """
     name = variant.precision
     if device.type == "cuda":
-        capability, needed = torch.cuda.get_device_capability(device), _CAPABILITIES.get(name, (0, 0))
+        capability, needed = torch.cuda.get_device_capability(device), CAPABILITIES.get(name, (0, 0))
         if capability < needed:
             raise PrecisionError(
                 f"precision {name} needs compute capability {needed[0]}.{needed[1]} ({_FAMILIES[needed]}); "
@@ -76,7 +76,7 @@ def precision_policy(variant: VariantParams, device: torch.device) -> PrecisionP
     )
 
 
-_CAPABILITIES = {"tf32": (8, 0), "amp_bf16": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+CAPABILITIES = {"tf32": (8, 0), "amp_bf16": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 _FAMILIES = {(8, 0): "Ampere", (8, 9): "Ada, Hopper"}
 
 

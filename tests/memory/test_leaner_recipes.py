@@ -17,7 +17,7 @@ def changes(variant: dict[str, Any], **training: Any) -> dict[str, int]:
 def test_a_plain_recipe_can_change_in_every_way() -> None:
     found = changes({"micro_batch_size": 8}, sequence_length=64)
     assert list(found)[:3] == ["micro_batch_size: 4", "micro_batch_size: 2", "micro_batch_size: 1"]
-    assert {"loss: chunked", "recompute: every_block", "optimizer: adamw_8bit"} <= found.keys()
+    assert {"loss: chunked", "recompute: every_block"} <= found.keys()
     params = small_params({"micro_batch_size": 8}, sequence_length=64)
     now = predicted_peak_bytes(params, params.variants["v"], "cpu")
     assert all(peak < now for peak in found.values())

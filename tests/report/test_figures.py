@@ -46,7 +46,7 @@ def test_every_number_reaches_its_figure(results: Path) -> None:
     edit_json(Path("results/measurements/frugal.json"), tokens_per_second=5_000.0)
     after = draw_figures(build())
     assert {name for name in FIGURES if after[name] != before[name]} == {"speed"}
-    edit_json(Path("results/plan/frugal.json"), predicted_peak_memory_bytes=2**28)
+    edit_json(Path("results/plan/frugal.json"), predicted_allocated_bytes=2**28)
     last = draw_figures(build())
     assert {name for name in FIGURES if last[name] != after[name]} == {"memory"}
 

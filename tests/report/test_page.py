@@ -101,6 +101,13 @@ def test_caveats_name_what_holds(comparison: Comparison) -> None:
     assert "skipped" not in told
 
 
+def test_a_plan_for_another_device_is_said(comparison: Comparison) -> None:
+    edit_json(Path("results/plan/frugal.json"), device="cuda")
+    told = " ".join(caveats(build()))
+    assert "The peak of frugal was predicted for another kind of device" in told
+    assert "predicted for another" not in " ".join(caveats(comparison))
+
+
 def test_mixed_devices_are_said_everywhere(comparison: Comparison) -> None:
     edit_json(Path("results/measurements/frugal.json"), device={"kind": "cuda", "name": "NVIDIA H200"})
     mixed = build()

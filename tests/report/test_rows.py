@@ -12,7 +12,8 @@ from tests.report.variant_results import build, edit_json, write_documents, writ
 _CONTRACT = [
     "variant", "precision", "recompute", "compile", "micro_batch_size", "accumulation_steps", "tokens",
     "validation_bits_per_byte", "delta_bits_per_byte", "delta_ci95", "tokens_per_second", "speedup",
-    "peak_memory_bytes", "peak_memory_kind", "memory_saved", "predicted_peak_memory_bytes", "mfu",
+    "peak_memory_bytes", "peak_memory_kind", "memory_saved", "predicted_peak_memory_bytes",
+    "prediction_error", "mfu",
     "compile_seconds", "skipped_steps", "device", "seed",
 ]  # fmt: skip
 
@@ -80,6 +81,23 @@ def test_another_device_gets_no_ratio(results: Path) -> None:
     assert comparison.devices == ("CPU (AMD EPYC, 2 threads)", "NVIDIA H200")
 
 
+def test_the_prediction_is_held_against_the_measurement(results: Path) -> None:
+    errors = [row.prediction_error for row in build().rows]
+    assert errors == pytest.approx([604 / 612 - 1, 383 / 371 - 1, 176 / 168 - 1, 74 / 79 - 1], abs=1e-6)
+    # The allocator's share is part of what a GPU's measurement counts.
+    edit_json(Path("results/plan/baseline.json"), predicted_allocated_bytes=612 * 2**20)
+    baseline = build().rows[0]
+    assert (baseline.prediction_error, baseline.predicted_peak_memory_bytes) == (0.0, 612 * 2**20)
+
+
+def test_no_error_where_something_else_was_planned(results: Path) -> None:
+    edit_json(Path("results/plan/frugal.json"), device="cuda")
+    edit_json(Path("models/baseline/training.json"), micro_batch_size=8, accumulation_steps=2)
+    baseline, amp, _, frugal = build().rows
+    assert (baseline.prediction_error, frugal.prediction_error) == (None, None)
+    assert amp.prediction_error is not None
+
+
 def test_memory_measured_in_another_way_gets_no_ratio(results: Path) -> None:
     edit_json(Path("results/measurements/frugal.json"), peak_memory_kind="resident set")
     frugal = build().rows[3]
@@ -131,6 +149,7 @@ def test_results_of_older_params_are_refused(
     ("path", "target"),
     [
         ("results/plan/frugal.json", "plan@frugal"),
+        ("results/plan/frugal.timeline.csv", "plan@frugal"),
         ("models/frugal/training.json", "train@frugal"),
         ("results/curves/frugal.csv", "train@frugal"),
         ("results/measurements/frugal.json", "train@frugal"),

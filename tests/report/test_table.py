@@ -30,9 +30,24 @@ def test_cells(comparison: Comparison) -> None:
         "612 MiB",
         "–",
         "604 MiB",
+        "−1.3 %",
         "31 %",
     )
     assert cells.body[3][3:7] == ("14.7 k", "1.50×", "79.0 MiB", "87 %")
+
+
+def test_predicted_stands_beside_measured_in_a_log(comparison: Comparison) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(terminal_table(comparison, 120))
+    text = console.export_text()
+    for shown in ("predicted", "error", "604 MiB", "−6.3 %"):
+        assert shown in text
+
+
+def test_no_error_is_a_dash(comparison: Comparison) -> None:
+    edit_json(Path("results/plan/frugal.json"), device="cuda")
+    cells = results_cells(build())
+    assert cells.body[3][cells.header.index("error")] == "–"
 
 
 def test_difference_gives_the_wider_half(comparison: Comparison) -> None:

@@ -45,3 +45,11 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_percent() -> None:
     assert [units.percent(x) for x in (0.42, -0.42, 0.031, None)] == ["42 %", "−42 %", "3.1 %", "–"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [(0.042, "+4.2 %"), (-0.0001, "−0.01 %"), (0.0, "0.00 %"), (0.1234, "+12 %"), (-0.0021, "−0.2 %")],
+)
+def test_signed_percent(fraction: float, text: str) -> None:
+    assert units.signed_percent(fraction) == text

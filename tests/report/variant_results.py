@@ -10,6 +10,7 @@ import yaml
 
 from stages.compare import variant_files
 from stages.params import load_params
+from stages.report.memory_timeline import KINDS
 from stages.report.rows import Comparison, build_comparison
 
 # Memory in MiB, compilation in seconds; `worse` is the added loss in nats per byte.
@@ -87,12 +88,20 @@ def _write_variant(
         {
             "variant": name, "micro_batch_size": micro_batch_size,
             "accumulation_steps": 16 // micro_batch_size, "sequence_length": 256,
-            "predicted_peak_memory_bytes": predicted,
+            "predicted_peak_memory_bytes": predicted, "predicted_allocated_bytes": predicted, "device": "cpu",
             "components": {"parameters": predicted // 8, "activations": predicted - predicted // 8},
             "parameter_count": 2_362_560, "model_flops_per_token": 1.5e7, "step_model_flops": 6.1e10,
-            "method": "analytic",
+            "method": "traced",
         },
     )  # fmt: skip
+    write_csv(
+        root / f"results/plan/{name}.timeline.csv",
+        ["event", "phase", *KINDS],
+        [
+            [event, phase, predicted // 8, predicted // 8, predicted // 16 * (event // 6), *rest]
+            for event, (phase, *rest) in enumerate(_step(predicted))
+        ],
+    )
     progress = logged / steps
     own_noise = rng.normal(0, 3.5 * variant["worse"], logged.size)
     loss = 3.62 + 4.0 * np.exp(-9 * progress) + 0.35 * (1 - progress) + batch_noise + own_noise
@@ -153,6 +162,18 @@ def _write_variant(
         "much improved that the Congress may now consider the reduction of the duties upon imports.\n\n"
         "> **In the war** with Mexico the Government of the United States has been compelled.\n"
     )
+
+
+def _step(peak: int) -> list[tuple[str, int, int, int]]:
+    """Phase, and activations, logits and temporaries, of a step of one block."""
+    block = "block 1 of 1, "
+    return [
+        ("", 0, 0, 0), ("embedding, forward", peak // 16, 0, 0), (f"{block}forward", peak // 4, 0, 0),
+        (f"{block}forward", peak // 2, 0, 0), ("head and loss, forward", peak // 2, peak // 8, 0),
+        ("head and loss, backward", peak // 2, peak - peak // 8 * 2 - peak // 2, 0),
+        (f"{block}recompute", peak // 4, 0, peak // 8), (f"{block}backward", peak // 4, 0, peak // 4),
+        ("embedding, backward", 0, 0, 0), ("gradient clipping", 0, 0, 0), ("optimizer step", 0, 0, 0),
+    ]  # fmt: skip
 
 
 def write_documents(root: Path, variant: str, document_bytes: np.ndarray, nats: np.ndarray) -> None:

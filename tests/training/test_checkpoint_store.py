@@ -158,3 +158,51 @@ def test_a_lost_folder_is_made_again_and_said(run: SmallRun, store: CheckpointSt
     store.wait()
     assert "was deleted while training" in (store.take_warning() or "")
     assert len(store.checkpoints()) == 1
+
+
+def test_a_damaged_one_does_not_count_among_the_kept(
+    tmp_path: Path, run: SmallRun, store: CheckpointStore
+) -> None:
+    run.step()
+    store.save_now(run.state, {})
+    run.step()
+    (store.save_now(run.state, {}) / STATE).unlink()
+    other = fresh(tmp_path)
+    store.keep = 1
+    assert store.restore(other.state) is not None and other.state.step == 1
+    # Not trained on to the damaged one's step: what is saved now has the lower number.
+    saved = store.save_now(other.state, {})
+    assert store.checkpoints() == [saved]
+    assert read_checked(saved) == {}
+
+
+def test_removal_leaves_no_half_one_under_its_name(
+    run: SmallRun, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while a checkpoint is deleted: what is left of it is no checkpoint."""
+    run.step()
+    folder = store.save_now(run.state, {})
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / STATE).unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("stages.training.checkpoint_store.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.remove([folder])
+    monkeypatch.undo()
+    assert store.checkpoints() == []
+    assert store.restore(run.state) is None
+    assert list(store.folder.iterdir()) == []
+
+
+def test_no_memory_for_the_copy_is_a_warning(
+    run: SmallRun, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("stages.training.checkpoint_store.take_snapshot", no_memory)
+    store.save(run.state, {})
+    assert "can't allocate memory" in (store.take_warning() or "")

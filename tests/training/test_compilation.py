@@ -18,7 +18,8 @@ from stages.measure.compilation import CompileWatch
 from stages.measure.peak_memory import measure_peak
 from stages.params import Params, VariantParams
 from stages.training.checkpoint import load_checkpoint, save_checkpoint
-from stages.training.compilation import apply_compile, mark_dynamic_documents, use_compile_cache
+from stages.training.compilation import apply_compile, mark_dynamic_documents
+from stages.training.compile_cache import use_compile_cache
 from stages.training.recompute import apply_recompute
 from tests.training.small_run import CPU, SmallRun, distance, small_params, small_run, weights
 

@@ -95,38 +95,62 @@ def test_generated_code_keeps_gradients(tmp_path: Path, variant: dict[str, Any])
 ONE_RUN = """
 import json, sys, torch
 from pathlib import Path
-from stages.training.compilation import use_compile_cache
+from stages.training.compile_cache import compiling, use_compile_cache
 use_compile_cache(Path(sys.argv[1]))
 from tests.training.test_compile_policies import prepared
 run = prepared(Path(sys.argv[2]), json.loads(sys.argv[3]))
-loss = float(run.step().loss)
+with compiling(Path(sys.argv[1]) / "inductor"):
+    loss = float(run.step().loss)
 counters = torch._dynamo.utils.counters
 misses = counters["inductor"]["fxgraph_cache_miss"]
 print(json.dumps({"loss": loss, "misses": misses, "aot": dict(counters["aot_autograd"])}))
 """
 
 
+def in_a_process(tmp_path: Path, name: str, recompute: str = "none") -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "TRITON"))}
+    variant = json.dumps({"compile": "blocks", "recompute": recompute})
+    return subprocess.run(
+        [sys.executable, "-c", ONE_RUN, str(tmp_path / "cache"), str(tmp_path / name), variant],
+        env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def figures(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_second_process_starts_warm(tmp_path: Path, recompute: str) -> None:
     """Also with selective recompute, which is cached only because its policy has a hash of its own."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "TRITON"))}
-
-    def process(name: str) -> dict[str, Any]:
-        variant = json.dumps({"compile": "blocks", "recompute": recompute})
-        done = subprocess.run(
-            [sys.executable, "-c", ONE_RUN, str(tmp_path / "cache"), str(tmp_path / name), variant],
-            env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    cold, warm = process("cold"), process("warm")
+    cold, warm = (figures(in_a_process(tmp_path, name, recompute)) for name in ("cold", "warm"))
     assert cold["aot"]["autograd_cache_miss"] == 1 and cold["misses"] > 0
     assert warm["aot"]["autograd_cache_hit"] == 1 and "autograd_cache_bypass" not in warm["aot"]
     assert warm["misses"] == 0
     assert warm["loss"] == cold["loss"]
+
+
+@pytest.mark.slow
+def test_a_library_that_a_killed_compiler_left_is_not_loaded(tmp_path: Path) -> None:
+    """Cut short as `kill -9` of the process group leaves it; a marker without a process says since when."""
+    cold = figures(in_a_process(tmp_path, "cold"))
+    cache = tmp_path / "cache" / "inductor"
+    assert not list(cache.glob("compiling-*")), "what went well leaves no marker"
+    library = max(cache.rglob("*.so"), key=lambda path: path.stat().st_mtime)
+    whole = library.stat().st_size
+    os.truncate(library, 100)
+    stuck = in_a_process(tmp_path, "stuck")
+    assert stuck.returncode != 0 and library.name in stuck.stderr, "else this test shows nothing"
+    # That process died while compiling, so its own marker is there.
+    (marker,) = cache.glob("compiling-*")
+    os.utime(marker, (0, 0))
+    again = figures(in_a_process(tmp_path, "again"))
+    assert again["loss"] == cold["loss"]
+    assert library.stat().st_size == whole
+    assert not list(cache.glob("compiling-*"))

@@ -15,10 +15,12 @@ from stages.measure.peak_memory import measure_peak
 from stages.model.attention import attention_kernel, causal_attention
 from stages.model.hugging_face import to_hugging_face
 from stages.params import HardwareParams, Params, VariantParams
+from stages.training.compilation import apply_compile
+from stages.training.determinism import use_deterministic_kernels
 from stages.training.recompute import apply_recompute
 from stages.training.state import initial_state
 from stages.training.step import StepOutcome, train_step
-from tests.training.small_run import SmallRun, distance, small_params, small_run
+from tests.training.small_run import SmallRun, bit_equal, distance, small_params, small_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,3 +157,17 @@ def test_each_policy_holds_less_than_the_one_before(tmp_path: Path) -> None:
         del run
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.7 * peaks[0]
+
+
+@pytest.mark.parametrize("techniques", [{}, {"precision": "amp_bf16"}, {"compile": "blocks"}], ids=str)
+def test_the_same_steps_give_the_same_bits(tmp_path: Path, techniques: dict[str, Any]) -> None:
+    """Attention's backward adds up by atomics unless it is told not to."""
+    ends = []
+    for number in range(2):
+        run = CudaRun(small_run(tmp_path / str(number)), techniques)
+        use_deterministic_kernels(CUDA)
+        apply_compile(run.state.model, run.params.variants["v"])
+        for _ in range(5):
+            run.step()
+        ends.append({name: tensor.cpu() for name, tensor in run.state.model.state_dict().items()})
+    assert bit_equal(*ends)

@@ -1,0 +1,66 @@
+"""The machine that is planned for: whose kernels run, and how much memory a step may need."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.measure.targets import Target, target_of
+from stages.memory.prediction import DEFAULT_COMPUTE_CAPABILITY
+from stages.params import HardwareParams, VariantParams
+from stages.training.precision import CAPABILITIES
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is planned for; it follows from the params alone."""
+
+    device: Literal["cuda", "cpu"]
+    compute_capability: tuple[int, int]
+    memory_bytes: int | None
+    """None: there is nothing to fit into."""
+    reserve_bytes: int
+    target: Target | None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What a step may need, allowances included."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
+
+    @property
+    def kernels(self) -> tuple[str, bool, bool]:
+        """All of it that a prediction depends on: flash attention runs from compute capability 8.0 on, and
+        cuBLAS takes a larger workspace from 9.0 on."""
+        return self.device, self.compute_capability >= (8, 0), self.compute_capability >= (9, 0)
+
+    @property
+    def label(self) -> str:
+        if self.target is not None:
+            return self.target.label
+        return "CPU" if self.device == "cpu" else "CUDA GPU"
+
+
+def machine_of(hardware: HardwareParams) -> Machine:
+    """The machine that `hardware` plans for; a CPU where it says nothing else."""
+    target = target_of(hardware)
+    memory_bytes = target.memory_bytes if target else None
+    if hardware.memory_gib is not None:
+        memory_bytes = int(hardware.memory_gib * 2**30)
+    return Machine(
+        "cuda" if target is not None or hardware.device == "cuda" else "cpu",
+        target.compute_capability if target else DEFAULT_COMPUTE_CAPABILITY,
+        memory_bytes,
+        int(hardware.memory_reserve_gib * 2**30),
+        target,
+    )
+
+
+def unsupported(recipe: VariantParams, target: Target) -> str | None:
+    """Why the GPU cannot compute in the recipe's precision at all; None where it can."""
+    needed = CAPABILITIES.get(recipe.precision, (0, 0))
+    if target.compute_capability >= needed:
+        return None
+    found = ".".join(map(str, target.compute_capability))
+    instead = "amp_bf16 or fp32" if target.compute_capability >= (8, 0) else "amp_fp16 or fp32"
+    return (
+        f"{recipe.precision} needs compute capability {needed[0]}.{needed[1]} and {target.label} has {found}"
+        f"; use {instead}"
+    )

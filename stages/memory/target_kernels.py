@@ -1,0 +1,272 @@
+"""The kernels of the target device, for a step that runs on fake CPU tensors.
+
+A fake CUDA tensor cannot run backward where CUDA is not linked in, so the tensors of the trace say that they
+are on a CPU, whatever the target. What a step keeps differs between the two in few places, and each is put
+right here: attention, RMSNorm, the piece of a parameter that LowPrecisionAdamW takes at a time, and the bytes
+that a kernel holds inside, which no operator's result shows (`workspace_bytes`).
+
+Autocast needs nothing. CUDA's list of fp32 operators is longer than the CPU's (ATen/autocast_mode.h), but of
+those on it this model runs only RMSNorm, on a residual stream that is fp32 already, and the loss, which asks
+for fp32 itself.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stages.model import attention, llama
+from stages.model.llama import Llama
+from stages.training import blockwise_quantization, low_precision_adamw
+
+Target = Literal["cuda", "cpu"]
+
+aten = torch.ops.aten
+_SMALLEST_FLASH_CAPABILITY = (8, 0)
+
+
+@contextmanager
+def kernels_of(target: Target, compute_capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, the engine on fake CPU tensors takes the code paths of the target.
+
+    For the whole process, so nothing real may be trained meanwhile.
+    """
+    piece_elements = low_precision_adamw._PIECE_ELEMENTS
+    replaced: list[tuple[Any, str, Any]] = [
+        # A fake parameter cannot be swapped for another one, and is on the right device already.
+        (Llama, "to", lambda model, device: model),
+        # Offload tells storages apart by their address; a fake one has none, its C++ object has. And it
+        # says that it is on `meta`, whatever its tensor says.
+        (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
+        (torch.UntypedStorage, "device", property(lambda storage: torch.device("cpu"))),
+        # apply_recompute sets this for the process, and a compilation after us may need another value.
+        (functorch_config, "activation_memory_budget", functorch_config.activation_memory_budget),
+    ]
+    if target == "cuda":
+        flash = compute_capability >= _SMALLEST_FLASH_CAPABILITY
+
+        def causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+            half = q.dtype in (torch.float16, torch.bfloat16)
+            return _cuda_attention(q, k, v, cu_seqlens, "flash" if half and flash else "efficient")
+
+        replaced += [
+            (llama, "causal_attention", causal_attention),
+            (low_precision_adamw, "_PIECE_ELEMENTS", piece_elements | {"cpu": piece_elements["cuda"]}),
+        ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def quantization_tables() -> list[Tensor]:
+    """The tables of adamw_8bit, which the process makes once. To be called where tensors are real: they
+    depend on values, and are kept for real steps too."""
+    return [
+        table
+        for signed in (False, True)
+        for table in (
+            blockwise_quantization._table(signed, torch.device("cpu")),
+            *blockwise_quantization._search_tables(signed, torch.device("cpu")),
+        )
+    ]
+
+
+def use_cuda_norms(module: nn.Module) -> None:
+    """Give all norms in it CUDA's fused kernel, which keeps x and 1 / rms; a CPU keeps x / rms as well."""
+    for norm in module.modules():
+        if isinstance(norm, nn.RMSNorm):
+            norm.forward = _fused_norm(norm.weight)  # type: ignore[method-assign]
+
+
+def _fused_norm(weight: Tensor) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        # Autocast has RMSNorm on its list of fp32.
+        return _FusedRMSNorm.apply(x.float() if torch.is_autocast_enabled("cpu") else x, weight)
+
+    return forward
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The allocations of `aten::_fused_rms_norm` and its backward (native/cuda/layer_norm_kernel.cu)."""
+
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _cuda_attention(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens: Tensor | None, kernel: str
+) -> Tensor:
+    """`causal_attention` as it goes on CUDA, with the kernels that SDPA would choose named."""
+    if cu_seqlens is not None:
+        document = attention._document_flash_cuda if kernel == "flash" else attention._document_efficient_cuda
+        return document(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
+    if kernel == "efficient":
+        k_BSKE, v_BSKE = attention._expand(k_BSKE, q_BSHE), attention._expand(v_BSKE, q_BSHE)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q_BSHE, k_BSKE, v_BSKE))
+    if kernel == "flash":
+        out_BHSE = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    else:
+        out_BHSE = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+    return out_BHSE.transpose(1, 2)
+
+
+class FakeAnswers(TorchDispatchMode):
+    """What fake tensors cannot answer themselves, or would answer by allocating real ones."""
+
+    def __init__(self, fake_mode: FakeTensorMode):
+        super().__init__()
+        self._fake_mode = fake_mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as StorageTracker
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if func is aten._local_scalar_dense.default:
+            # torch.optim checks that its learning rate is at least 0.
+            return args[0].dtype is torch.bool or 1
+        if func in (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr):
+            # In place. It has no fake kernel, and torch would run it on real zeros to see what it does.
+            return None
+        if func is aten.set_.source_Storage_storage_offset or func is aten.set_.source_Storage:
+            # As a key of the cache of results the storage would never be let go.
+            self._fake_mode.cache_enabled = False
+        try:
+            result = func(*args, **kwargs or {})
+        finally:
+            self._fake_mode.cache_enabled = True
+        if func is aten.split.Tensor and len(result) > _ENOUGH_PIECES:
+            # LowPrecisionAdamW takes a large matrix in thousands of pieces. All but the last, which is
+            # smaller, are alike, and the second finds what the first has left.
+            return list(result[:_ENOUGH_PIECES])
+        return result
+
+
+_ENOUGH_PIECES = 2
+
+_Rules = dict[Any, Callable[[tuple[Any, ...], Any], int]]
+"""For an operator: from its arguments and its result to bytes."""
+
+
+def workspace_bytes(target: Target, operator: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that a kernel holds beside its results, at its fullest."""
+    rules = _CUDA_WORKSPACES if target == "cuda" else _CPU_WORKSPACES
+    if operator in rules:
+        return rules[operator](args, result)
+    if target == "cpu" and torch.Tag.pointwise in operator.tags:
+        return _casts_to_the_common_type(args, result)
+    return 0
+
+
+# CUDA. Sources: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd, mha_varlen_bwd) and
+# cuda/attention_backward.cu (_efficient_attention_backward) of PyTorch 2.13.
+
+
+def _flash_backward(q: Tensor, k: Tensor, rows: int, rounded_rows: int) -> int:
+    """fp32 sums of dq and of the softmax's gradient; dk and dv of every query head, to be summed."""
+    heads, channels = q.shape[-2:]
+    wide = -(-channels // 32) * 32
+    sums = 4 * rounded_rows * heads * (wide + 1)
+    expanded = 2 * rows * heads * channels * q.element_size() if k.shape[-2] != heads else 0
+    return sums + expanded
+
+
+def _varlen_flash_backward(args: tuple[Any, ...], _: Any) -> int:
+    q, k, cu_seqlens = args[1], args[2], args[6]
+    documents = cu_seqlens.shape[0] - 1
+    return _flash_backward(q, k, q.shape[0], q.shape[0] + 128 * documents)
+
+
+def _sdpa_flash_backward(args: tuple[Any, ...], _: Any) -> int:
+    q, k = args[1].transpose(1, 2), args[2].transpose(1, 2)
+    batch, positions = q.shape[:2]
+    return _flash_backward(q, k, batch * positions, batch * -(-positions // 128) * 128)
+
+
+def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
+    """delta, fp32 for each row and head, and for 16-bit inputs an fp32 sum of dq."""
+    out = args[5]
+    delta = 4 * out.numel() // out.shape[-1]
+    return delta + (4 * out.numel() if out.element_size() == 2 else 0)
+
+
+def _sorted_indices(args: tuple[Any, ...], _: Any) -> int:
+    """embedding_dense_backward sorts its ids: keys and places, twice (native/cuda/Embedding.cu, cub)."""
+    return 4 * 8 * args[1].numel()
+
+
+def _one_more_input(args: tuple[Any, ...], _: Any) -> int:
+    """logsumexp makes exp(x - max(x)) in full (native/ReduceOps.cpp), and sums that."""
+    return args[0].numel() * args[0].element_size()
+
+
+_CUDA_WORKSPACES: _Rules = {
+    aten._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
+    torch.ops.torch_attn._varlen_attn_backward.default: _varlen_flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._efficient_attention_backward.default: _efficient_backward,
+    aten.embedding_dense_backward.default: _sorted_indices,
+    aten.logsumexp.default: _one_more_input,
+}
+
+
+# CPU. What stages/model/attention.py's own operators make for a run of rows that are each one document, at
+# most the whole batch: the kernel's results, before they are copied to where they belong.
+
+
+def _document_forward(args: tuple[Any, ...], result: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in result)
+
+
+def _document_backward(args: tuple[Any, ...], result: Any) -> int:
+    logsumexp = args[5]
+    grads = sum(tensor.numel() * tensor.element_size() for tensor in result)
+    return grads + logsumexp.numel() * logsumexp.element_size()
+
+
+def _casts_to_the_common_type(args: tuple[Any, ...], result: Any) -> int:
+    """Operands of another type than the others are cast in full first (TensorIterator::compute_types).
+
+    CUDA's kernels cast number by number.
+    """
+    # Tensors of no dimension take the type of the others.
+    tensors = [argument for argument in args if isinstance(argument, Tensor) and argument.dim()]
+    types = {tensor.dtype for tensor in tensors}
+    if len(types) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, types)
+    return common.itemsize * sum(tensor.numel() for tensor in tensors if tensor.dtype != common)
+
+
+def _casts_of_choices(args: tuple[Any, ...], result: Any) -> int:
+    return _casts_to_the_common_type(args[1:], result)  # the condition stays what it is
+
+
+_CPU_WORKSPACES: _Rules = {
+    aten.where.self: _casts_of_choices,
+    torch.ops.frugal.document_attention.default: _document_forward,
+    torch.ops.frugal.document_attention_backward.default: _document_backward,
+    aten.logsumexp.default: _one_more_input,
+}

@@ -1,0 +1,101 @@
+"""The plans of all variants as tables for a terminal: what peaks are made of, and what fits where."""
+
+from rich.table import Table
+
+from stages.measure.units import readable_bytes
+from stages.memory.fit import (
+    FitError,
+    Predictions,
+    candidates_of,
+    fit_variant,
+    forecast_of,
+    largest_micro_batch,
+    recipe_words,
+)
+from stages.memory.leaner_recipes import change_that_fits
+from stages.memory.machine import unsupported
+from stages.params import VariantParams, VariantToPlan
+from stages.report.units import rate
+
+_COMPONENTS = ("parameters", "gradients", "optimizer_state", "activations", "logits_and_loss", "temporaries")
+
+
+def make_up_table(predictions: Predictions) -> Table:
+    """All variants: predicted peak and what it is made of."""
+    table = Table(
+        title=f"Predicted peak of live tensors in a step, {predictions.machine.device} kernels",
+        caption="≈: compiled, an estimate.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("variant", overflow="fold")
+    headings = ("micro-batch", "accum.", "peak", "weights", "grads", "optim.", "activ.", "logits", "temp.")
+    for column in headings:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fullest at", overflow="fold")
+    for name in predictions.params.variants:
+        try:
+            recipe = fit_variant(predictions, name).recipe
+        except FitError as error:
+            table.add_row(name, *[""] * len(headings), str(error))
+            continue
+        memory = predictions.of(recipe)
+        table.add_row(
+            name,
+            str(recipe.micro_batch_size),
+            str(recipe.accumulation_steps(predictions.params.training.global_batch_size)),
+            f"{'' if memory.accuracy == 'exact' else '≈ '}{readable_bytes(memory.peak_bytes)}",
+            *(readable_bytes(getattr(memory, component)) for component in _COMPONENTS),
+            memory.moment,
+        )
+    return table
+
+
+def fit_table(columns: list[Predictions]) -> Table:
+    """All variants on machines with a capacity: what they need, the largest micro-batch, what to change."""
+    table = Table(
+        title="Does it fit? Needed: the peak and the allowances for CUDA, its libraries and fragmentation",
+        caption=(
+            "max: the largest micro-batch that fits. tokens/s: a forecast from data-sheet figures, worst to "
+            "best case. Capacity: the memory that the driver reports less hardware.memory_reserve_gib."
+        ),
+        title_justify="left",
+        caption_justify="left",
+        show_lines=True,
+    )
+    table.add_column("variant", overflow="fold")
+    for column in columns:
+        capacity = readable_bytes(column.machine.capacity_bytes or 0)
+        table.add_column(f"{column.machine.label}\n{capacity}", overflow="fold")
+    for name in columns[0].params.variants:
+        table.add_row(name, *(_cell(column, name) for column in columns))
+    return table
+
+
+def _cell(predictions: Predictions, variant: str) -> str:
+    machine, written = predictions.machine, predictions.params.variants[variant]
+    if machine.target is not None and (reason := unsupported(written, machine.target)):
+        return f"no: {reason}"
+    try:
+        recipe = fit_variant(predictions, variant).recipe
+    except FitError:
+        return "nothing fits"
+    lines = []
+    if isinstance(written, VariantToPlan):
+        lines.append(f"auto: {recipe_words(recipe)}, micro-batch {recipe.micro_batch_size}")
+    lines += _verdict(predictions, recipe)
+    forecast = forecast_of(predictions.params, recipe, machine)
+    if forecast is not None and predictions.fits(recipe):
+        best, worst = forecast.tokens_per_second
+        lines.append(f"{rate(worst)} to {rate(best)} tokens/s")
+    return "\n".join(lines)
+
+
+def _verdict(predictions: Predictions, recipe: VariantParams) -> list[str]:
+    needed = readable_bytes(predictions.needed_bytes(recipe))
+    if not predictions.fits(recipe):
+        change = change_that_fits(predictions, recipe)
+        return [f"no: needs {needed}", f"set {change}" if change else "no change that is known makes it fit"]
+    (sized,) = candidates_of(predictions.params, recipe)
+    largest = largest_micro_batch(predictions, sized).recipe or recipe
+    return [f"fits: {needed}, max {largest.micro_batch_size}"]
