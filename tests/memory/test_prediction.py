@@ -275,16 +275,16 @@ def test_optimizer_in_backward_saves_the_gradients() -> None:
     assert peak(optimizer_in_backward=True).peak_bytes / parameters == pytest.approx(12, rel=0.02)
 
 
-def test_older_devices_take_the_kernel_without_groups_and_hopper_larger_workspaces() -> None:
+def test_older_devices_take_the_kernel_without_groups() -> None:
     training = TrainingParams(sequence_length=64, global_batch_size=4, token_budget=10**9, learning_rate=1e-3)
     recipe = VariantParams(micro_batch_size=4, precision="amp_fp16")
     turing, ampere, hopper = (
         predict(SMALL, 300, training, recipe, "cuda", capability) for capability in ((7, 5), (8, 0), (9, 0))
     )
     assert turing.activations > ampere.activations == hopper.activations
-    assert (
-        hopper.allowances[CUBLAS] == 2 * 32 * 2**20 > ampere.allowances[CUBLAS] == turing.allowances[CUBLAS]
-    )
+    # The train stage sets one workspace for all (stages/training/determinism.py).
+    for prediction in (turing, ampere, hopper):
+        assert prediction.allowances[CUBLAS] == 2 * 8 * 4096 * 2**10
 
 
 def test_tf32_is_fp32_and_fp16_is_bf16_in_size() -> None:
