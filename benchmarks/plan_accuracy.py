@@ -32,6 +32,8 @@ from stages.memory import MemoryPrediction, predict
 from stages.params import Params, check_params
 from stages.training import blockwise_quantization
 from stages.training.compilation import apply_compile
+from stages.training.determinism import use_deterministic_kernels
+from stages.training.precision import set_float32_matmul
 from stages.training.recompute import apply_recompute
 from stages.training.state import initial_state
 from stages.training.step import train_step
@@ -152,6 +154,8 @@ def measured_peak(params: Params, device: torch.device) -> int:
     gc.collect()
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else sum(live_cpu_blocks().values())
+    use_deterministic_kernels(device)
+    set_float32_matmul(variant.precision, device)
     state, policy = initial_state(params, VARIANT, device)
     apply_recompute(state.model, variant)
     apply_compile(state.model, variant)

@@ -76,7 +76,10 @@ def _print_fits(params: Params) -> None:
         else:
             speed = forecast_of(params, found.recipe, predictions.machine)
             low, high = speed.tokens_per_second if speed else (0.0, 0.0)
-            cells += [str(found.recipe.micro_batch_size), readable_bytes(predictions.needed_bytes(found.recipe))]
+            cells += [
+                str(found.recipe.micro_batch_size),
+                readable_bytes(predictions.needed_bytes(found.recipe)),
+            ]
             cells += [_next(predictions, found.next_larger), f"{low / 1e3:.1f} to {high / 1e3:.1f} k"]
         print(f"| {' | '.join(cells)} |", flush=True)
 

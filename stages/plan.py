@@ -40,6 +40,8 @@ from stages.planned import PLAN_FOLDER, plan_digest
 from stages.report.memory_timeline import draw_memory_timeline, read_memory_timeline
 
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "activations", "logits_and_loss", "temporaries")
+EXPLAIN_FOLDER = Path("results/explain")
+"""Not beside the plans: compare depends on that folder."""
 COMMON_TARGETS = ("rtx_3060_12gb", "rtx_4090", "l40s", "a100_80gb")
 """Columns of the table where nothing else is asked for."""
 
@@ -55,8 +57,7 @@ def plan(params: Params, variant: str, predictions: Predictions | None = None) -
     if predictions is None:
         predictions = Predictions(params, machine_of(params.hardware))
     machine = predictions.machine
-    if machine.target is not None and (reason := unsupported(params.variants[variant], machine.target)):
-        raise FitError(f"variants.{variant}.precision: {reason}")
+    _refuse_unsupported(predictions, variant)
     fit = fit_variant(predictions, variant)
     recipe = fit.recipe
     memory = predictions.of(recipe)
@@ -86,6 +87,12 @@ def plan(params: Params, variant: str, predictions: Predictions | None = None) -
         "step_model_flops": flops_per_token * training.global_batch_size * training.sequence_length,
         "method": memory.method,
     }
+
+
+def _refuse_unsupported(predictions: Predictions, variant: str) -> None:
+    params = predictions.params
+    if reason := unsupported(params.model, params.variants[variant], predictions.machine):
+        raise FitError(f"variants.{variant}: {reason}")
 
 
 def _fit_facts(predictions: Predictions, recipe: VariantParams) -> dict[str, Any]:
@@ -189,6 +196,7 @@ def explain(params: Params, variant: str, path: Path) -> MemoryPrediction:
         FitError, OSError: nothing is drawn.
     """
     predictions = Predictions(params, machine_of(params.hardware))
+    _refuse_unsupported(predictions, variant)
     recipe = fit_variant(predictions, variant).recipe
     memory = predictions.of(recipe)
     drawing = draw_memory_timeline(
@@ -251,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="a GPU to plan for instead of hardware.target; repeatable",
     )
     parser.add_argument("--explain", metavar="VARIANT", help="draw memory over one step of this variant")
-    parser.add_argument("--out", help="file of the drawing (default: results/plan/VARIANT.png)")
+    parser.add_argument("--out", help="file of the drawing (default: results/explain/VARIANT.png)")
     options = parser.parse_args(arguments)
     variant = options.explain or options.variant
     name = "plan" if variant is None else f"plan {variant}"
@@ -265,6 +273,10 @@ def _run(options: argparse.Namespace, variant: str | None) -> int:
                 "--target is for looking: what is written follows params.yaml; set hardware.target there"
             )
         params = load_params(options.params)
+        if options.variant and options.params != "params.yaml":
+            raise TargetError(
+                "--params is for looking: what is written is for params.yaml; copy the other file over it"
+            )
         if variant is None:
             print_tables(params, options.target)
             return 0
@@ -272,7 +284,7 @@ def _run(options: argparse.Namespace, variant: str | None) -> int:
         if options.explain:
             if options.target:
                 params = for_target(params, options.target[-1])
-            path = Path(options.out or PLAN_FOLDER / f"{variant}.png")
+            path = Path(options.out or EXPLAIN_FOLDER / f"{variant}.png")
             memory = explain(params, variant, path)
             print(f"{variant}: fullest at {memory.moment}; drawn to {path}")
         else:

@@ -34,10 +34,14 @@ def make_up_table(predictions: Predictions) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fullest at", overflow="fold")
     for name in predictions.params.variants:
-        try:
-            recipe = fit_variant(predictions, name).recipe
-        except FitError as error:
-            table.add_row(name, *[""] * len(headings), str(error))
+        reason = _impossible(predictions, name)
+        if reason is None:
+            try:
+                recipe = fit_variant(predictions, name).recipe
+            except FitError as error:
+                reason = str(error)
+        if reason is not None:
+            table.add_row(name, *[""] * len(headings), reason)
             continue
         memory = predictions.of(recipe)
         table.add_row(
@@ -74,12 +78,12 @@ def fit_table(columns: list[Predictions]) -> Table:
 
 def _cell(predictions: Predictions, variant: str) -> str:
     machine, written = predictions.machine, predictions.params.variants[variant]
-    if machine.target is not None and (reason := unsupported(written, machine.target)):
+    if reason := _impossible(predictions, variant):
         return f"no: {reason}"
     try:
         recipe = fit_variant(predictions, variant).recipe
-    except FitError:
-        return "nothing fits"
+    except FitError as error:
+        return f"no: {error}"
     lines = []
     if isinstance(written, VariantToPlan):
         lines.append(f"auto: {recipe_words(recipe)}, micro-batch {recipe.micro_batch_size}")
@@ -89,6 +93,14 @@ def _cell(predictions: Predictions, variant: str) -> str:
         best, worst = forecast.tokens_per_second
         lines.append(f"{rate(worst)} to {rate(best)} tokens/s")
     return "\n".join(lines)
+
+
+def _impossible(predictions: Predictions, variant: str) -> str | None:
+    """Why this machine cannot train the variant at all. Its params were checked for another one."""
+    params, written = predictions.params, predictions.params.variants[variant]
+    for key, problem in written.conflicts(params.training, params.hardware):
+        return f"{key}: {problem}"
+    return unsupported(params.model, written, predictions.machine)
 
 
 def _verdict(predictions: Predictions, recipe: VariantParams) -> list[str]:

@@ -51,7 +51,10 @@ def planned_memory_bytes(params: Params, variant: str, folder: Path = PLAN_FOLDE
     """
     if not params.hardware.has_capacity:
         return None
-    return int(_read_plan(params, variant, folder, "needed_memory_bytes"))
+    needed = _read_plan(params, variant, folder, "needed_memory_bytes")
+    if not isinstance(needed, int):
+        raise _unreadable(folder, variant, TypeError(f"needed_memory_bytes is {needed!r}"))
+    return needed
 
 
 def plan_digest(params: Params, variant: str) -> str:

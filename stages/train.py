@@ -46,6 +46,7 @@ from stages.train_results import TrainRecord, is_forced, publish, texts_to_publi
 from stages.train_run import (
     TrainingStopped,
     TrainRun,
+    check_budget,
     restored_record,
     say,
     steps_with_checkpoints,
@@ -200,6 +201,7 @@ def _train_from_checkpoint(
     record, resumed = restored_record(run, state)
     if record.published is not None:
         if not is_forced(run.variant, record.published):
+            check_budget(run, record.peak)
             _publish_again(run, record.published)
             return None
         store.remove(store.checkpoints())
@@ -207,7 +209,8 @@ def _train_from_checkpoint(
         record, resumed = TrainRecord(run.planned_micro_batch_size), False
     if record.micro_batch_size > run.techniques.micro_batch_size:
         halved = {"after_step": state.step, "micro_batch_size": run.techniques.micro_batch_size}
-        record = replace(record, micro_batch_size=halved["micro_batch_size"], halved=[*record.halved, halved])
+        record.halved.append(halved)
+        record = replace(record, micro_batch_size=halved["micro_batch_size"], peak=None)
     elif record.micro_batch_size < run.techniques.micro_batch_size:
         return run.with_micro_batch(record.micro_batch_size)
     record.starts += 1

@@ -6,6 +6,7 @@ from stages.measure.hardware import describe_device
 from stages.measure.out_of_memory import FailedAllocation
 from stages.measure.units import readable_bytes
 from stages.memory.leaner_recipes import DeviceType, leaner_recipes, predicted_peak_bytes
+from stages.memory.prediction import CONTEXT_BYTES
 from stages.params import Params
 from stages.planned import check_device_memory
 
@@ -27,8 +28,14 @@ def check_memory(planned_bytes: int | None, device: torch.device, budget_bytes: 
     memory_bytes = describe_device(device).memory_bytes
     if budget_bytes is not None:
         if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(min(budget_bytes / memory_bytes, 1.0), device)
-        memory_bytes = min(memory_bytes, budget_bytes)
+            # The fraction is of the allocator's memory alone, and a card of this size holds the context too.
+            for_tensors = max(budget_bytes - CONTEXT_BYTES, 0)
+            torch.cuda.set_per_process_memory_fraction(min(for_tensors / memory_bytes, 1.0), device)
+        if planned_bytes is not None and planned_bytes > budget_bytes:
+            raise DeviceFullError(
+                f"the plan needs {readable_bytes(planned_bytes)} and --memory-budget allows "
+                f"{readable_bytes(budget_bytes)}; raise it, or plan for less with hardware.memory_gib"
+            )
     if planned_bytes is not None:
         check_device_memory(planned_bytes, memory_bytes)
 

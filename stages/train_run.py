@@ -10,6 +10,7 @@ import torch
 
 from stages.data.sequences import PackedSequences, PaddedSequences
 from stages.interruption import Interrupted, StopSignals
+from stages.measure.peak_memory import PeakMemory
 from stages.params import CheckpointParams, Params, VariantParams
 from stages.train_memory import OverBudgetError
 from stages.train_results import TrainRecord
@@ -110,7 +111,7 @@ def steps_with_checkpoints(
         if row is not None:
             record.rows.append(row)
         yield row
-        _check_budget(run, measurements)
+        check_budget(run, measurements.peak)
         # Not while the second step of this process is measured: a copy of the state is memory too.
         is_inside = first_step + 2 <= state.step < training.num_steps
         if is_inside and clock.is_due(state.step, store) and may_be_saved(state, training):
@@ -126,10 +127,15 @@ def steps_with_checkpoints(
         raise TrainingStopped(signals.requested, _save_at_stop(run, state, record, measurements))
 
 
-def _check_budget(run: TrainRun, measurements: Measurements) -> None:
-    budget, peak = run.memory_budget_bytes, measurements.peak
-    if budget is not None and run.device.type == "cpu" and peak is not None and peak.bytes > budget:
-        raise OverBudgetError(peak.bytes - budget, budget)
+def check_budget(run: TrainRun, peak: PeakMemory | None) -> None:
+    """
+    Raises:
+        OverBudgetError: the measured step took more than `--memory-budget`; on a GPU with all that the
+            allocator held for it.
+    """
+    budget = run.memory_budget_bytes
+    if budget is not None and peak is not None and (taken := peak.reserved_bytes or peak.bytes) > budget:
+        raise OverBudgetError(taken - budget, budget)
 
 
 class SaveClock:

@@ -153,7 +153,12 @@ def measure_matmul_flops_per_second(
     began = time.perf_counter()
     size, best, best_size = 128, 0.0, 128
     while True:
-        rate = _matmul_rate(device, dtype, size, budget_seconds / 6)
+        try:
+            rate = _matmul_rate(device, dtype, size, budget_seconds / 6)
+        except torch.OutOfMemoryError:
+            if not best:
+                raise
+            break  # what a smaller one reached must do: training may fit where this does not
         if rate > best:
             best, best_size = rate, size
         next_product_seconds = 2 * (2 * size) ** 3 / rate

@@ -80,8 +80,6 @@ _GPUS = [
     _gpu("rtx_a6000", "RTX A6000", 47.40, (8, 6), 768, fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8),
     # T4 data sheet; Turing has no bf16 and no tf32.
     _gpu("t4", "T4", 14.56, (7, 5), 320, fp32=8.1, fp16=65.0),
-    # V100 data sheet, SXM2.
-    _gpu("v100_16gb", "V100 16 GB", 15.77, (7, 0), 900, fp32=15.7, fp16=125.0),
     # L4 and L40S data sheets; tensor-core figures are printed with sparsity and halved here.
     _gpu("l4", "L4", 22.03, (8, 9), 300, fp32=30.3, tf32=60.0, bf16=121.0, fp16=121.0, fp8=242.5),
     _gpu("l40s", "L40S", 44.39, (8, 9), 864, fp32=91.6, tf32=183.0, bf16=362.0, fp16=362.0, fp8=733.0),

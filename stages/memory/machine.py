@@ -5,7 +5,9 @@ from typing import Literal
 
 from stages.measure.targets import Target, target_of
 from stages.memory.prediction import DEFAULT_COMPUTE_CAPABILITY
-from stages.params import HardwareParams, VariantParams
+from stages.params import HardwareParams, ModelParams, VariantParams
+from stages.training.device_rules import cuda_head_problem
+from stages.training.fp8 import fp8_problems
 from stages.training.precision import CAPABILITIES
 
 
@@ -26,10 +28,9 @@ class Machine:
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
     @property
-    def kernels(self) -> tuple[str, bool, bool]:
-        """All of it that a prediction depends on: flash attention runs from compute capability 8.0 on, and
-        cuBLAS takes a larger workspace from 9.0 on."""
-        return self.device, self.compute_capability >= (8, 0), self.compute_capability >= (9, 0)
+    def kernels(self) -> tuple[str, bool]:
+        """All of it that a prediction depends on: flash attention runs from compute capability 8.0 on."""
+        return self.device, self.compute_capability >= (8, 0)
 
     @property
     def label(self) -> str:
@@ -53,14 +54,18 @@ def machine_of(hardware: HardwareParams) -> Machine:
     )
 
 
-def unsupported(recipe: VariantParams, target: Target) -> str | None:
-    """Why the GPU cannot compute in the recipe's precision at all; None where it can."""
-    needed = CAPABILITIES.get(recipe.precision, (0, 0))
-    if target.compute_capability >= needed:
+def unsupported(model: ModelParams, recipe: VariantParams, machine: Machine) -> str | None:
+    """Why the machine cannot compute this recipe at all, whatever its memory; None where it can."""
+    if machine.device == "cuda" and (problem := cuda_head_problem(model)):
+        return problem
+    if recipe.precision == "fp8" and (problems := fp8_problems(model)):
+        return f"precision: {'; '.join(problems)}"
+    target, needed = machine.target, CAPABILITIES.get(recipe.precision, (0, 0))
+    if target is None or target.compute_capability >= needed:
         return None
     found = ".".join(map(str, target.compute_capability))
     instead = "amp_bf16 or fp32" if target.compute_capability >= (8, 0) else "amp_fp16 or fp32"
     return (
-        f"{recipe.precision} needs compute capability {needed[0]}.{needed[1]} and {target.label} has {found}"
-        f"; use {instead}"
+        f"precision: {recipe.precision} needs compute capability {needed[0]}.{needed[1]} and {target.label} "
+        f"has {found}; use {instead}"
     )

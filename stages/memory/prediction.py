@@ -37,7 +37,7 @@ _CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 2**10
 """Of one handle, as CUBLAS_WORKSPACE_CONFIG=:4096:8 has it (stages/training/determinism.py); the forward pass
 and autograd's thread have a handle each, for good."""
 
-_CONTEXT_BYTES = 512 * 2**20
+CONTEXT_BYTES = 512 * 2**20
 """What a process with CUDA and PyTorch's kernels takes beside its tensors. Assumed, not computed: nvidia-smi
 shows some 200 to 500 MiB, more for larger GPUs, where kernels are loaded as they are first used
 (CUDA_MODULE_LOADING is LAZY since CUDA 12.2)."""
@@ -131,5 +131,5 @@ def _allowances(trace: StepTrace, peak_bytes: int) -> dict[str, int]:
         UNSPLIT: peaks.allocated - peak_bytes,
         CUBLAS: 2 * _CUBLAS_WORKSPACE_BYTES,
         FRAGMENTATION: peaks.reserved - peaks.allocated,
-        CONTEXT: _CONTEXT_BYTES,
+        CONTEXT: CONTEXT_BYTES,
     }

@@ -210,7 +210,8 @@ def _follow(
 
 
 def _is_union_tag(part: str) -> bool:
-    return part.startswith(("literal[", "function-")) or part in ("BlockGroups", "MemoryBudget")
+    branches = ("literal[", "function-", "constrained-")
+    return part.startswith(branches) or part in ("BlockGroups", "MemoryBudget")
 
 
 def _section_at(annotation: Any, parents: list[str]) -> type[BaseModel] | None:

@@ -141,7 +141,6 @@ TargetName = Literal[
     "rtx_5090",
     "rtx_a6000",
     "t4",
-    "v100_16gb",
     "l4",
     "a10g",
     "l40s",
