@@ -20,7 +20,7 @@ _BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 _INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))
 _MADE_BY_THE_PIPELINE = (
     *("results/", "hugging_face/", "models/", "data/", "dvc.lock", "dvc_plots/"),
-    *("mlflow.db", "mlartifacts/", ".venv"),
+    *("mlflow.db", "mlartifacts/", ".venv", ".work/"),
 )
 
 

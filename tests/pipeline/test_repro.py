@@ -33,6 +33,7 @@ CONTRACT = [
     "peak_memory_kind",
     "memory_saved",
     "predicted_peak_memory_bytes",
+    "prediction_error",
     "mfu",
     "compile_seconds",
     "skipped_steps",

@@ -122,5 +122,6 @@ def test_runs_name_their_data_and_show_the_figures(finished: Repository, runs: d
         assert meta["splits"]["train"]["text_sha256"].startswith(entry.dataset.digest)
         figures = {artifact.path for artifact in client.list_artifacts(run.info.run_id, "figures")}
         assert figures == {
-            f"figures/{name}.png" for name in ("loss_by_time", "loss_by_tokens", "memory", "speed")
+            f"figures/{name}.png"
+            for name in ("loss_by_time", "loss_by_tokens", "memory", "memory_timeline", "speed")
         }
