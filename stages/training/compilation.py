@@ -20,7 +20,7 @@ def apply_compile(model: Llama, variant: VariantParams) -> None:
         # At every compilation it warns of in-place operations in recomputed regions; blocks have none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if variant.compile != "off":
-        use_deterministic_compiler()
+        use_deterministic_compiler(model.embed_tokens.weight.device)
     if variant.compile == "blocks":
         for block in model.layers:
             block.compile(dynamic=False)

@@ -26,8 +26,10 @@ def use_deterministic_kernels(device: torch.device) -> None:
     warnings.filterwarnings("once", message=".*deterministic.*")
 
 
-def use_deterministic_compiler() -> None:
-    """Let no timing on the device decide how a compiled graph adds up."""
+def use_deterministic_compiler(device: torch.device) -> None:
+    """Let no timing on a CUDA device decide how a compiled graph adds up."""
+    if device.type != "cuda":
+        return
     import torch._inductor.config
 
     torch._inductor.config.deterministic = True
