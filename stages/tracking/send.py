@@ -36,12 +36,13 @@ def main(folder: str) -> int:
     deadline.daemon = True
     deadline.start()
     journal.mark_if_abandoned()
-    return 0 if _try_to_send(sender) else 1
+    # The sender of a start before this one may still be at it.
+    return 0 if _try_to_send(sender, _LAST_CHANCE_SECONDS) else 1
 
 
-def _try_to_send(sender: Sender) -> bool:
+def _try_to_send(sender: Sender, patience_seconds: float = 0) -> bool:
     try:
-        sender.send()
+        sender.send(patience_seconds)
     except NotSent as error:
         print(f"not sent: {error}", flush=True)
         return False
