@@ -1,30 +1,22 @@
-"""The figures as PNG bytes: loss against tokens and wall-clock, memory bars, speed bars.
+"""The figures as PNG bytes: loss against tokens and wall-clock, memory bars and timelines, speed bars.
 
 The same comparison gives the same bytes (no date, no version in the file).
 """
 
 import io
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import matplotlib.style
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
 
-from stages.report import units
-from stages.report.inputs import Curve
+from stages.report.bar_figures import memory_bars, speed_bars
+from stages.report.figure_frame import LEFT, WIDTH_INCHES, titles
+from stages.report.loss_figures import loss_by_time, loss_by_tokens
 from stages.report.memory_timeline import plot_timelines
 from stages.report.rows import Comparison
 from stages.report.style import LIGHT, Theme
 
-_WIDTH_INCHES = 9.0
 _DOTS_PER_INCH = 160
-_LEFT = 0.09
-_RAW_POINTS = 150
-"""Curves with more points than this are smoothed, and the figure says so."""
 
 FIGURES = ("loss_by_tokens", "loss_by_time", "memory", "memory_timeline", "speed")
 """File names without their ending, in the order of the report."""
@@ -33,11 +25,11 @@ FIGURES = ("loss_by_tokens", "loss_by_time", "memory", "memory_timeline", "speed
 def draw_figures(comparison: Comparison, theme: Theme = LIGHT) -> dict[str, bytes]:
     """Name in `FIGURES` -> PNG."""
     drawings: dict[str, Callable[[Comparison, Theme], Figure]] = {
-        "loss_by_tokens": _loss_by_tokens,
-        "loss_by_time": _loss_by_time,
-        "memory": _memory,
+        "loss_by_tokens": loss_by_tokens,
+        "loss_by_time": loss_by_time,
+        "memory": memory_bars,
         "memory_timeline": _memory_timeline,
-        "speed": _speed,
+        "speed": speed_bars,
     }
     images = {}
     # "default" first: a matplotlibrc of the user's must not change the report.
@@ -51,304 +43,9 @@ def draw_figures(comparison: Comparison, theme: Theme = LIGHT) -> dict[str, byte
     return images
 
 
-def moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Mean over `window` neighbours, fewer at the ends; the same length as `values`."""
-    kernel = np.ones(window)
-    return np.convolve(values, kernel, mode="same") / np.convolve(np.ones_like(values), kernel, mode="same")
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places nearest to `wanted` (least squares) that are `gap` apart and within [low, high].
-
-    With too many for the range they stand evenly, closer than `gap`. Isotonic regression of the
-    places less their share of the gaps, by pooling adjacent violators (Barlow et al. 1972).
-    """
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
-    pools: list[list[float]] = []
-    for rank, i in enumerate(order):
-        pools.append([wanted[i] - rank * gap])
-        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    level = [float(np.mean(pool)) for pool in pools for _ in pool]
-    places = [0.0] * len(wanted)
-    for rank, i in enumerate(order):
-        places[i] = min(max(level[rank], low), high - (len(wanted) - 1) * gap) + rank * gap
-    return places
-
-
-def _loss_by_tokens(comparison: Comparison, theme: Theme) -> Figure:
-    several = len(comparison.rows) > 1
-    figure = Figure(figsize=(_WIDTH_INCHES, 6.4 if several else 4.6))
-    note = f"nats per token, {_where(comparison)}{_smoothing_note(comparison)}"
-    height = _titles(figure, theme, "Training loss against tokens", note)
-    longest_name = max(len(row.variant) for row in comparison.rows)
-    grid = figure.add_gridspec(
-        2 if several else 1,
-        1,
-        height_ratios=[2.4, 1] if several else [1],
-        left=_LEFT,
-        right=max(0.93 - 0.0088 * longest_name, 0.5),
-        top=height,
-        bottom=0.095 if several else 0.13,
-        hspace=0.34,
-    )
-    loss_axes = figure.add_subplot(grid[0])
-    loss_axes.grid(axis="y")
-    for place, row in enumerate(comparison.rows):
-        curve = comparison.results[row.variant].curve
-        _curve(loss_axes, curve.tokens, curve.loss, place, theme)
-    _end_labels(loss_axes, comparison, theme)
-    axes = loss_axes
-    if several:
-        axes = figure.add_subplot(grid[1], sharex=loss_axes)
-        loss_axes.tick_params(labelbottom=False)
-        axes.grid(axis="y")
-        _differences(axes, comparison, theme)
-    axes.set_xlim(0, _last(comparison, lambda curve: curve.tokens))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain_count(value)))
-    axes.set_xlabel("tokens trained on")
-    return figure
-
-
-def _differences(axes: Axes, comparison: Comparison, theme: Theme) -> None:
-    """Each curve minus the reference's, at the steps both logged; the batches are the same ones."""
-    reference = comparison.results[comparison.reference.variant].curve
-    axes.axhline(0, color=theme.colour(0), linewidth=1.8)
-    for place, row in enumerate(comparison.rows[1:], start=1):
-        curve = comparison.results[row.variant].curve
-        _, mine, theirs = np.intersect1d(curve.steps, reference.steps, return_indices=True)
-        _curve(axes, curve.tokens[mine], curve.loss[mine] - reference.loss[theirs], place, theme)
-    axes.set_title(
-        f"Difference from {comparison.reference.variant} on the same batches, below zero is better",
-        fontsize=9.5,
-        color=theme.muted,
-        loc="left",
-        pad=9,
-    )
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-
-
-def _loss_by_time(comparison: Comparison, theme: Theme) -> Figure:
-    figure = Figure(figsize=(_WIDTH_INCHES, 4.8))
-    several_devices = len(comparison.devices) > 1
-    note = f"nats per token, {_where(comparison)}{_smoothing_note(comparison)}"
-    height = _titles(figure, theme, "Training loss against wall-clock time", note)
-    axes = figure.add_axes((_LEFT, 0.13, 0.975 - _LEFT, height - 0.13))
-    axes.grid(axis="y")
-    longest = _last(comparison, lambda curve: curve.seconds)
-    unit, size = (
-        ("hours", 3600) if longest > 2 * 3600 else ("minutes", 60) if longest > 180 else ("seconds", 1)
-    )
-    ends = []
-    for place, row in enumerate(comparison.rows):
-        curve = comparison.results[row.variant].curve
-        shown = _curve(axes, curve.seconds / size, curve.loss, place, theme)
-        x, y = curve.seconds[-1] / size, shown[-1]
-        axes.plot(x, y, "o", color=theme.colour(place), markersize=6, zorder=5, clip_on=False)
-        ends.append((curve.seconds[-1], place))
-    axes.set_xlim(0, longest / size * 1.02)
-    axes.set_xlabel(f"{unit} since training began, compilation included")
-    # A falling loss leaves the upper right free: the names stand there, the fastest first.
-    for line, (seconds, place) in enumerate(sorted(ends)):
-        row = comparison.rows[place]
-        text = f"{row.variant}, {row.device}" if several_devices else row.variant
-        style: dict[str, Any] = {
-            "transform": axes.transAxes,
-            "color": theme.colour(place),
-            "ha": "right",
-            "va": "top",
-            "bbox": _plate(theme),
-        }
-        y = 0.985 - 0.075 * line
-        axes.text(0.845, y, text, weight="bold", **style)
-        axes.text(0.985, y, units.duration(seconds), **style)
-    return figure
-
-
-def _memory(comparison: Comparison, theme: Theme) -> Figure:
-    measured = [float(row.peak_memory_bytes) for row in comparison.rows]
-    predicted = [float(row.predicted_peak_memory_bytes) for row in comparison.rows]
-    labels = []
-    for row in comparison.rows:
-        saved = row.memory_saved
-        against = "" if row is comparison.reference or saved is None else _change(-saved)
-        labels.append((units.memory(row.peak_memory_bytes), against))
-    unit, size = units.binary_unit(max(*measured, *predicted))
-    kinds = dict.fromkeys(
-        row.peak_memory_kind.removeprefix("cpu: ").removeprefix("cuda: ") for row in comparison.rows
-    )
-    figure, axes = _bars(
-        comparison, theme, "Peak memory of a training step", "; ".join(kinds), measured, labels, predicted
-    )
-    locator = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10])
-    axes.set_xticks([tick * size for tick in locator.tick_values(0, axes.get_xlim()[1] / size)])
-    axes.set_xlim(0, max(*measured, *predicted) * 1.3)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
-    axes.set_xlabel(unit)
-    return figure
-
-
 def _memory_timeline(comparison: Comparison, theme: Theme) -> Figure:
     timelines = {row.variant: comparison.results[row.variant].memory_timeline for row in comparison.rows}
-    figure = Figure(figsize=(_WIDTH_INCHES, 1.5 + 2.5 * -(-len(timelines) // 2)))
-    top = _titles(figure, theme, "Memory over one step", "predicted live tensor bytes, the peak marked")
-    plot_timelines(figure, timelines, theme, left=_LEFT, top=top)
+    figure = Figure(figsize=(WIDTH_INCHES, 1.5 + 2.5 * -(-len(timelines) // 2)))
+    top = titles(figure, theme, "Memory over one step", "predicted live tensor bytes, the peak marked")
+    plot_timelines(figure, timelines, theme, left=LEFT, top=top)
     return figure
-
-
-def _speed(comparison: Comparison, theme: Theme) -> Figure:
-    speeds = [row.tokens_per_second for row in comparison.rows]
-    labels = [
-        (units.rate(row.tokens_per_second), "" if row is comparison.reference else _ratio(row.speedup))
-        for row in comparison.rows
-    ]
-    figure, axes = _bars(
-        comparison, theme, "Training speed", "tokens per second, without compilation", speeds, labels, None
-    )
-    axes.set_xlim(0, max(speeds) * 1.3)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain_count(value)))
-    axes.set_xlabel("tokens/s")
-    return figure
-
-
-def _bars(
-    comparison: Comparison,
-    theme: Theme,
-    title: str,
-    note: str,
-    values: list[float],
-    labels: list[tuple[str, str]],
-    markers: list[float] | None,
-) -> tuple[Figure, Axes]:
-    """Horizontal bars in the order of the rows, each labelled (value, against the reference)."""
-    rows = comparison.rows
-    height = 1.75 + 0.52 * len(rows)
-    figure = Figure(figsize=(_WIDTH_INCHES, height))
-    several_devices = len(comparison.devices) > 1
-    top = _titles(figure, theme, title, f"{note}, {_where(comparison)}")
-    names = [f"{row.variant}\n{row.device}" if several_devices else row.variant for row in rows]
-    longest = max(len(line) for name in names for line in name.split("\n"))
-    left = min(0.04 + 0.0112 * longest, 0.42)
-    axes = figure.add_axes((left, 0.62 / height, 0.97 - left, top - 0.62 / height))
-    axes.grid(axis="x")
-    axes.spines["left"].set_visible(False)
-    places = range(len(rows))
-    axes.barh(places, values, height=0.62, color=[theme.colour(place) for place in places])
-    if markers is not None:
-        axes.plot(
-            markers,
-            places,
-            "D",
-            color=theme.ink,
-            markeredgecolor=theme.background,
-            markeredgewidth=1.4,
-            markersize=8.5,
-            clip_on=False,
-        )
-        figure.text(
-            0.97, 1 - 0.33 / height, "◆ predicted before training", ha="right", va="center", fontsize=9.5
-        )
-    for place, (value, (text, against)) in enumerate(zip(values, labels, strict=True)):
-        end = max(value, markers[place]) if markers is not None else value
-        style: dict[str, Any] = {
-            "textcoords": "offset points",
-            "va": "center",
-            "bbox": _plate(theme),
-            "zorder": 1,
-        }
-        label = axes.annotate(text, (end, place), (10, 0), weight="bold", **style)
-        if against:
-            axes.annotate(against, (1, 0.5), (7, 0), xycoords=label, color=theme.muted, **style)
-    axes.set_yticks(places, names)
-    for place, name in enumerate(axes.get_yticklabels()):
-        name.set_color(theme.colour(place))
-        name.set_fontweight("bold")
-        name.set_fontsize(10)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    return figure, axes
-
-
-def _curve(
-    axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], place: int, theme: Theme
-) -> NDArray[np.float64]:
-    """Draw one line and return its y values; the reference is wider, as others may cover it."""
-    colour = theme.colour(place)
-    if len(y) > _RAW_POINTS:
-        axes.plot(x, y, color=colour, linewidth=0.7, alpha=0.22)
-        y = moving_average(y, _window(len(y)))
-    width = 3.2 if place == 0 else 1.8
-    axes.plot(x, y, color=colour, linewidth=width, linestyle=theme.line_style(place))
-    return y
-
-
-def _window(points: int) -> int:
-    """An odd number of points, about 2 % of the curve."""
-    return max(points // 100, 1) * 2 + 1
-
-
-def _smoothing_note(comparison: Comparison) -> str:
-    points = max(len(result.curve.loss) for result in comparison.results.values())
-    if points <= _RAW_POINTS:
-        return ""
-    return f"; line: mean of {_window(points)} logged steps, faint: each one"
-
-
-def _end_labels(axes: Axes, comparison: Comparison, theme: Theme) -> None:
-    """Names at the right ends of the curves, moved apart where the curves end together."""
-    curves = [comparison.results[row.variant].curve for row in comparison.rows]
-    ends = [
-        (moving_average(c.loss, _window(len(c.loss))) if len(c.loss) > _RAW_POINTS else c.loss)[-1]
-        for c in curves
-    ]
-    low, high = axes.get_ylim()
-    heights = [(end - low) / (high - low) for end in ends]
-    for place, y in enumerate(spread(heights, gap=0.072, low=0.02, high=0.98)):
-        colour = theme.colour(place)
-        # From the curve's end to the name, with a bend where the name had to move.
-        xs, ys = [1.004, 1.018, 1.028], [heights[place], y, y]
-        axes.plot(xs, ys, transform=axes.transAxes, color=colour, linewidth=1, clip_on=False)
-        name = comparison.rows[place].variant
-        axes.text(
-            1.036, y, name, transform=axes.transAxes, color=colour, va="center", weight="bold", fontsize=9
-        )
-
-
-def _titles(figure: Figure, theme: Theme, title: str, note: str) -> float:
-    """Title and what it shows at the upper left; returns where the axes may begin (0..1)."""
-    inches = figure.get_figheight()
-    figure.text(0.022, 1 - 0.33 / inches, title, size=14, weight="bold", va="center")
-    figure.text(0.022, 1 - 0.63 / inches, note, size=9.5, color=theme.muted, va="center")
-    return 1 - 0.92 / inches
-
-
-def _where(comparison: Comparison) -> str:
-    devices = comparison.devices
-    return devices[0] if len(devices) == 1 else f"on several devices: {'; '.join(devices)}"
-
-
-def _plate(theme: Theme) -> dict[str, Any]:
-    """Behind a text, so that no grid line runs through it."""
-    return {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5}
-
-
-def _last(comparison: Comparison, values: Callable[[Curve], NDArray[np.float64]]) -> float:
-    return max(float(values(result.curve)[-1]) for result in comparison.results.values())
-
-
-def _plain_count(value: float) -> str:
-    """An axis number without digits that say nothing: `250 k`, `1 M`."""
-    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
-
-
-def _change(fraction: float) -> str:
-    return f"{'+' if fraction > 0 else ''}{units.percent(fraction)}"
-
-
-def _ratio(speedup: float | None) -> str:
-    return "" if speedup is None else units.ratio(speedup)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.report.figures import FIGURES, draw_figures, moving_average, spread
+from stages.report.figures import FIGURES, draw_figures
+from stages.report.loss_figures import moving_average, spread
 from stages.report.style import DARK, LIGHT
 from tests.report.variant_results import build, edit_json, write_results
 
