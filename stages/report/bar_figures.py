@@ -67,7 +67,7 @@ def _bars(
     height = 1.75 + 0.52 * len(rows)
     figure = Figure(figsize=(WIDTH_INCHES, height))
     several_devices = len(comparison.devices) > 1
-    top = titles(figure, theme, title, f"{note}, {where(comparison)}")
+    top = titles(figure, theme, title, f"{note}, {where(comparison.devices)}")
     names = [f"{row.variant}\n{row.device}" if several_devices else row.variant for row in rows]
     longest = max(len(line) for name in names for line in name.split("\n"))
     left = min(0.04 + 0.0112 * longest, 0.42)

@@ -1,15 +1,24 @@
 """What all figures of the report share: width, titles, and how a number stands on an axis."""
 
+import io
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from stages.report.rows import Comparison
 from stages.report.style import Theme
 
 WIDTH_INCHES = 9.0
+_DOTS_PER_INCH = 160
 LEFT = 0.09
 """Where axes without long labels begin (0..1)."""
+
+
+def png(figure: Figure) -> bytes:
+    """The file's content; the same drawing gives the same bytes (no date, no version in it)."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def titles(figure: Figure, theme: Theme, title: str, note: str) -> float:
@@ -20,8 +29,8 @@ def titles(figure: Figure, theme: Theme, title: str, note: str) -> float:
     return 1 - 0.92 / inches
 
 
-def where(comparison: Comparison) -> str:
-    devices = comparison.devices
+def where(devices: Sequence[str]) -> str:
+    """For a note below a title: figures of a machine name it."""
     return devices[0] if len(devices) == 1 else f"on several devices: {'; '.join(devices)}"
 
 

@@ -3,20 +3,17 @@
 The same comparison gives the same bytes (no date, no version in the file).
 """
 
-import io
 from collections.abc import Callable
 
 import matplotlib.style
 from matplotlib.figure import Figure
 
 from stages.report.bar_figures import memory_bars, speed_bars
-from stages.report.figure_frame import LEFT, WIDTH_INCHES, titles
+from stages.report.figure_frame import LEFT, WIDTH_INCHES, png, titles
 from stages.report.loss_figures import loss_by_time, loss_by_tokens
 from stages.report.memory_timeline import plot_timelines
 from stages.report.rows import Comparison
 from stages.report.style import LIGHT, Theme
-
-_DOTS_PER_INCH = 160
 
 FIGURES = ("loss_by_tokens", "loss_by_time", "memory", "memory_timeline", "speed")
 """File names without their ending, in the order of the report."""
@@ -35,11 +32,7 @@ def draw_figures(comparison: Comparison, theme: Theme = LIGHT) -> dict[str, byte
     # "default" first: a matplotlibrc of the user's must not change the report.
     with matplotlib.style.context(["default", theme.settings()]):
         for name in FIGURES:
-            buffer = io.BytesIO()
-            drawings[name](comparison, theme).savefig(
-                buffer, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None}
-            )
-            images[name] = buffer.getvalue()
+            images[name] = png(drawings[name](comparison, theme))
     return images
 
 

@@ -23,7 +23,7 @@ def loss_by_tokens(comparison: Comparison, theme: Theme) -> Figure:
     """Every curve over the tokens it has seen; below, what differs from the reference."""
     several = len(comparison.rows) > 1
     figure = Figure(figsize=(WIDTH_INCHES, 6.4 if several else 4.6))
-    note = f"nats per token, {where(comparison)}{_smoothing_note(comparison)}"
+    note = f"nats per token, {where(comparison.devices)}{_smoothing_note(comparison)}"
     height = titles(figure, theme, "Training loss against tokens", note)
     longest_name = max(len(row.variant) for row in comparison.rows)
     grid = figure.add_gridspec(
@@ -58,7 +58,7 @@ def loss_by_time(comparison: Comparison, theme: Theme) -> Figure:
     """Every curve over the seconds it took, with the time of each at the end."""
     figure = Figure(figsize=(WIDTH_INCHES, 4.8))
     several_devices = len(comparison.devices) > 1
-    note = f"nats per token, {where(comparison)}{_smoothing_note(comparison)}"
+    note = f"nats per token, {where(comparison.devices)}{_smoothing_note(comparison)}"
     height = titles(figure, theme, "Training loss against wall-clock time", note)
     axes = figure.add_axes((LEFT, 0.13, 0.975 - LEFT, height - 0.13))
     axes.grid(axis="y")

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from stages.report import units
+from stages.report.figure_frame import LEFT, WIDTH_INCHES, png, titles
 from stages.report.style import LIGHT, Theme
 
 KINDS = {
@@ -92,17 +93,14 @@ def draw_memory_timeline(
         capacity_bytes: drawn as a line, less the allowances; None draws none.
     """
     with matplotlib.style.context(["default", theme.settings()]):
-        figure = Figure(figsize=(9.0, 5.4))
-        figure.text(0.03, 0.955, title, fontsize=14, weight="bold", va="center")
+        figure = Figure(figsize=(WIDTH_INCHES, 5.4))
         note = f"predicted live tensor bytes over one step; fullest at {timeline.phases[timeline.peak]}"
-        figure.text(0.03, 0.905, note, fontsize=10, color=theme.muted, va="center")
-        axes = figure.add_axes((0.09, 0.1, 0.62, 0.73))
+        top = titles(figure, theme, title, note)
+        axes = figure.add_axes((LEFT, 0.1, 0.62, top - 0.1))
         limit = None if capacity_bytes is None else capacity_bytes - sum(allowances.values())
         plot_timeline(axes, timeline, theme, limit)
         _legend(figure, timeline, allowances, theme)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()
+        return png(figure)
 
 
 def kind_colours(theme: Theme) -> list[tuple[str, str]]:
