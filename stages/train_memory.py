@@ -47,20 +47,28 @@ def out_of_memory_message(
 
     Takes some seconds: every change is predicted by tracing its step.
     """
-    recipe = params.variants[variant]
     requested = (
         "an allocation" if failure.requested_bytes is None else readable_bytes(failure.requested_bytes)
     )
+    had = f"out of memory: {requested} could not be had beside {readable_bytes(failure.in_use_bytes)} in use"
+    try:
+        return f"{had}; {_plan_and_advice(params, variant, device, failure.in_use_bytes)}"
+    except (RuntimeError, MemoryError):
+        # A host that is full itself: tracing a step takes some memory too.
+        return f"{had}; use a smaller micro_batch_size, or see what needs less: `python -m stages.plan`"
+
+
+def _plan_and_advice(params: Params, variant: str, device: torch.device, in_use_bytes: int) -> str:
+    recipe = params.variants[variant]
     device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
     predicted = predicted_peak_bytes(params, recipe, device_type)
     fits = [
         f"{leaner.change} ({readable_bytes(leaner.peak_bytes)}, "
-        f"{'fits' if leaner.peak_bytes < failure.in_use_bytes else 'may not fit'})"
+        f"{'fits' if leaner.peak_bytes < in_use_bytes else 'may not fit'})"
         for leaner in leaner_recipes(params, variant, device_type)
     ]
     advice = f"less would need variants.{variant}.{', or '.join(fits)}" if fits else "use a smaller model"
     return (
-        f"out of memory: {requested} could not be had beside {readable_bytes(failure.in_use_bytes)} in use; "
         f"the plan predicts a peak of {readable_bytes(predicted)} with micro_batch_size "
         f"{recipe.micro_batch_size}; {advice}"
     )
