@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.measure import model_flops_per_token, parameter_count
 from stages.params import ModelParams
+from tests.reference_model import REFERENCE
 
 VOCAB_SIZE = 96
 SEQUENCE_LENGTH = 24
@@ -57,14 +58,7 @@ def test_forward_and_backward_equal_the_flop_counter(kv_heads: int) -> None:
 
 
 def test_reference_model_by_hand() -> None:
-    model = ModelParams(
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=3,
-        intermediate_size=3072,
-        max_position_embeddings=512,
-    )
+    model = REFERENCE
     block = 768 * 768 * 2 + 768 * 192 * 2 + 3 * 768 * 3072
     assert parameter_count(model, 50_000) == 2 * 50_000 * 768 + 12 * (block + 2 * 768) + 768
     flops = 6 * (12 * block + 50_000 * 768) + 12 * 12 * 12 * 64 * 512

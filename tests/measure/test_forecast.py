@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 from stages.measure.flops import model_flops_per_token
 from stages.measure.forecast import TENSOR_CORE_EFFICIENCY, Forecast, forecast, no_forecast_reason
 from stages.measure.targets import TARGETS
-from stages.params import ModelParams, TrainingParams, VariantParams
+from stages.params import TrainingParams, VariantParams
+from tests.reference_model import REFERENCE
 
-MODEL = ModelParams(
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=3,
-    intermediate_size=3072,
-)
 TRAINING = TrainingParams(
     sequence_length=512, global_batch_size=64, token_budget=100_000_000, learning_rate=1e-3
 )
@@ -27,7 +21,7 @@ VOCAB = 50_000
 
 def forecast_of(target: str = "a100_80gb", price: float | None = None, **techniques: Any) -> Forecast:
     recipe = VariantParams(**{"micro_batch_size": 16, "precision": "amp_bf16"} | techniques)
-    return forecast(MODEL, VOCAB, TRAINING, recipe, TARGETS[target], price)
+    return forecast(REFERENCE, VOCAB, TRAINING, recipe, TARGETS[target], price)
 
 
 def test_a_range_in_which_everything_agrees() -> None:
@@ -48,7 +42,7 @@ def test_never_faster_than_the_products_alone(target: str) -> None:
         best = forecast_of(target, precision=precision).tokens_per_second[0]
         peak = TARGETS[target].peak_flops_per_second[kind]  # type: ignore[index]
         # Half of attention's square is skipped by the kernels and counted as model FLOPs.
-        products = 0.9 * model_flops_per_token(MODEL, VOCAB, 512)
+        products = 0.9 * model_flops_per_token(REFERENCE, VOCAB, 512)
         ceiling = peak / products * (1 if kind == "fp32" else TENSOR_CORE_EFFICIENCY[0])
         assert 0.1 * ceiling < best < ceiling
 
@@ -116,4 +110,4 @@ def test_where_there_is_no_forecast_it_says_why(
     assert reason in (no_forecast_reason(recipe, found) or "")
     if found is not None:
         with pytest.raises(ValueError, match=reason):
-            forecast(MODEL, VOCAB, TRAINING, recipe, found)
+            forecast(REFERENCE, VOCAB, TRAINING, recipe, found)

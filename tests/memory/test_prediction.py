@@ -21,18 +21,11 @@ from stages.model.llama import Llama
 from stages.params import ModelParams, TrainingParams, VariantParams
 from stages.training import low_precision_adamw
 from stages.training.offload import BlockOffload
+from tests.reference_model import REFERENCE
 
 CPU = torch.device("cpu")
 GIB = 2**30
 
-REFERENCE = ModelParams(
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=3,
-    intermediate_size=3072,
-    max_position_embeddings=512,
-)
 SMALL = REFERENCE.model_copy(update={"num_hidden_layers": 3})
 
 
