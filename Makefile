@@ -32,8 +32,7 @@ $(VENV)/dev.stamp: requirements-dev.txt $(VENV)/run.stamp
 	touch $@
 
 repro: $(VENV)/run.stamp
-	@$(RUN) python -m stages.tracking.initialise
-	@$(RUN) dvc repro
+	@$(RUN) python -m stages.repro
 
 ui: $(VENV)/run.stamp
 	@$(RUN) python -m stages.tracking.ui

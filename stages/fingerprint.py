@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from stages.container_image import container_image
 from stages.params import Params
 
 _CODE = ("params", "data", "model", "training")
@@ -40,6 +41,8 @@ def train_fingerprint(params: Params, variant: str, device_type: str, tokens_met
         "tokens": _sha256(tokens_meta),
         "code": {str(file.relative_to(stages)): _sha256(file) for file in files},
         "environment": _sha256(stages.parent / "constraints.txt"),
+        # Not its digest: an image that is built again on the same base with the same versions goes on.
+        "base_image": image.base if (image := container_image()) else None,
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 

@@ -16,11 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from stages.tracking.run_tracker import EXIT_INTERRUPTED
 
-__all__ = ["EXIT_INTERRUPTED", "Interrupted", "StopSignals", "run_interruptible", "stop_signals"]
+__all__ = ["EXIT_INTERRUPTED", "STOP_FILE", "Interrupted", "StopSignals", "run_interruptible", "stop_signals"]
+
+STOP_FILE = "FRUGAL_STOP_FILE"
+"""Environment variable: the path of a file that is there once `stages.repro` was told to stop. A signal that
+comes while a stage imports its modules, or while DVC stands between two stages, reaches no handler."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # From the signal to its handler, which a main thread in native code does not run.
@@ -158,6 +163,9 @@ def stop_signals(name: str = "stage", outcome: str = _DEFAULT_OUTCOME) -> Iterat
         outcome: what a stop leaves and how to go on, for the last line where the watching thread has to
             end the process. Where `Interrupted` is raised, the caller prints `message`.
 
+    Where the stop came before (see STOP_FILE), `requested` is set from the start and nothing is raised until
+    the block asks by `raise_if_requested` or `deferred`.
+
     Raises:
         Interrupted: exit status 75, from wherever the main thread is outside `deferred()`.
         ValueError: this is not the main thread.
@@ -176,6 +184,8 @@ def stop_signals(name: str = "stage", outcome: str = _DEFAULT_OUTCOME) -> Iterat
     try:
         for number in _SIGNALS:
             signal.signal(number, stop._handle)
+        if Path(os.environ.get(STOP_FILE, "")).is_file():
+            stop.requested = stop.requested or "SIGTERM"
         yield stop
     finally:
         stop._is_ending = True  # nothing is raised into what follows
@@ -193,6 +203,7 @@ def run_interruptible(name: str, run: Callable[[], int], outcome: str = _DEFAULT
     stop: StopSignals | None = None
     try:
         with stop_signals(name, outcome) as stop:
+            stop.raise_if_requested()
             return run()
     except Interrupted as interrupted:
         assert stop is not None

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from stages.container_image import ContainerImageError, container_image
 from stages.data.sequences import PackedSequences, PaddedSequences, SequencesError, make_sequences
 from stages.data.token_files import TokenFile, TokenFileError
 from stages.fingerprint import train_fingerprint
@@ -81,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     signals: StopSignals | None = None
     try:
         with stop_signals(name, "`dvc repro` goes on from the last checkpoint") as signals:
+            signals.raise_if_requested()
             budget = None if options.memory_budget is None else parse_bytes(options.memory_budget)
             params = load_params()
             params.require_variant(options.variant)
@@ -105,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         CheckpointError,
         BadStepError,
         DeviceFullError,
+        ContainerImageError,
         OSError,
     ) as error:
         say(f"{name}: {error}")
@@ -238,7 +241,12 @@ def _train_from_checkpoint(
                     progress.show(row, measurements)
             figures = record.figures(params, measurements, store, ceiling)
             tracker.log_summary({key: figures[key] for key in SUMMARY})
-            measured = {"variant": run.variant, "device": device_facts} | figures
+            image = container_image()
+            measured = {
+                "variant": run.variant,
+                "device": device_facts,
+                "image": image.identity if image else None,
+            } | figures
             facts = _training_facts(run, state, record)
             texts = texts_to_publish(facts, measured, record.rows, measurements.timer)
             _keep_and_publish(run, state, record, measurements, texts)

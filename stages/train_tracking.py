@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stages.container_image import container_image
 from stages.params import Params, flatten
 from stages.report.style import LIGHT
 from stages.tracking import RunTracker, TokensDataset, provenance_tags, work_root
@@ -15,6 +16,7 @@ def run_tracker(
     run: TrainRun, device_facts: dict[str, Any], tokens_meta: Path, *, resumed: bool
 ) -> RunTracker:
     """A tracker of this variant's run; `resumed` where it goes on from a checkpoint."""
+    image = container_image()
     tags = {
         "mlflow.runColor": LIGHT.colour(list(run.params.variants).index(run.variant)),
         "variant": run.variant,
@@ -28,7 +30,7 @@ def run_tracker(
         run.fingerprint,
         run.params.tracking.experiment,
         _flat_params(run.params, run.variant),
-        provenance_tags() | tags,
+        provenance_tags() | tags | (image.tags() if image else {}),
         _dataset(tokens_meta),
         resumed=resumed,
     )

@@ -70,6 +70,20 @@ def hold_work_folder(
         os.close(lock)
 
 
+def is_any_held(root: Path) -> bool:
+    """Whether a process holds a work folder under `root`, a `work_root()`."""
+    for path in root.glob(f"*/*/*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(lock)
+    return False
+
+
 def _wait_for_lock(folder: Path) -> int | None:
     """The locked file's descriptor; None where another process keeps it."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
