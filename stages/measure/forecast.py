@@ -20,6 +20,7 @@ from functools import cached_property
 
 from stages.measure.flops import block_matmul_parameters, parameter_count
 from stages.measure.targets import Format, Target
+from stages.model.loss import SOFTMAX_ELEMENTS
 from stages.params import BlockGroups, MemoryBudget, ModelParams, TrainingParams, VariantParams
 
 TENSOR_CORE_EFFICIENCY = (0.65, 0.35)
@@ -204,7 +205,7 @@ class _Work:
         fused = 0.5 if self.variant.compile != "off" else 1.0
         forward = fused * (norms + rotary + swiglu) + residuals
         block = forward * (3 + self.repeated_share)
-        # logits written, made fp32, log-softmax written, its gradient written, cast back, read twice
+        # logits written, made fp32, softmax in four passes, its gradient cast back, read twice; caches help
         loss = self.vocab_size * (34 if computed == 2 else 28)
         total = tokens * (model.num_hidden_layers * block + loss + 6 * hidden * stored)
         # Read what is there, read what is new, write the sum.
@@ -221,7 +222,8 @@ class _Work:
         compiled = 0.5 if self.variant.compile != "off" else 1.0
         per_block = _KERNELS_PER_BLOCK * (1 + self.repeated_share / 3) * compiled
         chunks = self.tokens / self.variant.loss_chunk_tokens if self.variant.loss == "chunked" else 1
-        return self.model.num_hidden_layers * per_block + 20 * chunks
+        softmax_blocks = self.tokens * self.vocab_size / SOFTMAX_ELEMENTS["cuda"]
+        return self.model.num_hidden_layers * per_block + 10 * (chunks + softmax_blocks)
 
     @cached_property
     def parameters(self) -> int:

@@ -2,7 +2,7 @@
 
 A fake CUDA tensor cannot run backward where CUDA is not linked in, so the tensors of the trace say that they
 are on a CPU, whatever the target. What a step keeps differs between the two in few places, and each is put
-right here: attention, RMSNorm, the piece of a parameter that LowPrecisionAdamW takes at a time, and the bytes
+right here: attention, RMSNorm, the piece that LowPrecisionAdamW and the loss take at a time, and the bytes
 that a kernel holds inside, which no operator's result shows (`workspace_bytes`).
 
 Autocast needs nothing. CUDA's list of fp32 operators is longer than the CPU's (ATen/autocast_mode.h), but of
@@ -21,7 +21,8 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stages.model import attention, llama
+from stages.model import attention, llama, loss
+from stages.model.cpu_attention import bytes_inside
 from stages.model.llama import Llama
 from stages.training import blockwise_quantization, low_precision_adamw
 
@@ -37,7 +38,7 @@ def kernels_of(target: Target, compute_capability: tuple[int, int]) -> Iterator[
 
     For the whole process, so nothing real may be trained meanwhile.
     """
-    piece_elements = low_precision_adamw._PIECE_ELEMENTS
+    piece_elements, softmax_elements = low_precision_adamw._PIECE_ELEMENTS, loss.SOFTMAX_ELEMENTS
     replaced: list[tuple[Any, str, Any]] = [
         # A fake parameter cannot be swapped for another one, and is on the right device already.
         (Llama, "to", lambda model, device: model),
@@ -58,6 +59,7 @@ def kernels_of(target: Target, compute_capability: tuple[int, int]) -> Iterator[
         replaced += [
             (llama, "causal_attention", causal_attention),
             (low_precision_adamw, "_PIECE_ELEMENTS", piece_elements | {"cpu": piece_elements["cuda"]}),
+            (loss, "SOFTMAX_ELEMENTS", softmax_elements | {"cpu": softmax_elements["cuda"]}),
         ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
@@ -232,18 +234,15 @@ _CUDA_WORKSPACES: _Rules = {
 }
 
 
-# CPU. What stages/model/attention.py's own operators make for a run of rows that are each one document, at
-# most the whole batch: the kernel's results, before they are copied to where they belong.
+# CPU.
 
 
 def _document_forward(args: tuple[Any, ...], result: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in result)
+    return bytes_inside(args[0], args[1], backward=False)
 
 
 def _document_backward(args: tuple[Any, ...], result: Any) -> int:
-    logsumexp = args[5]
-    grads = sum(tensor.numel() * tensor.element_size() for tensor in result)
-    return grads + logsumexp.numel() * logsumexp.element_size()
+    return bytes_inside(args[1], args[2], backward=True)
 
 
 def _casts_to_the_common_type(args: tuple[Any, ...], result: Any) -> int:

@@ -1,9 +1,15 @@
 """Next-token cross-entropy, with all logits at once or a chunk of tokens at a time.
 
-With a vocabulary of 50,000 the logits of 8 x 512 tokens are 0.8 GB in fp32, and training needs them
-about three times over: the logits, their upcast or log-softmax, and their gradient. Once blocks are
-recomputed they are the peak of the whole step. Both losses here are sums over the target tokens, in
-fp32 under every precision; who calls divides by the count of the whole global batch.
+With a vocabulary of 50,000 the logits of 8 x 512 tokens are 0.8 GB in fp32, and training as textbooks write
+it needs them about three times over: the logits, their upcast or log-softmax, and their gradient. Once blocks
+are recomputed they are the peak of the whole step. Here the logits stand once, in the type of the matrix
+products, and their gradient is written over them.
+
+The gradient with respect to the logits, softmax - one-hot, needs nothing from the backward pass but one
+scalar. So the head, the loss and both gradients are done in the forward pass, chunk by chunk, and nothing of
+size tokens x V is kept or computed twice (as Liger Kernel and torchtitan do). Softmax and loss are fp32 under
+every precision, for as many rows at a time as a cache holds. Losses are sums over the target tokens; who
+calls divides by the count of the whole global batch.
 """
 
 import torch
@@ -12,12 +18,23 @@ from torch.nn import functional as F
 
 IGNORE_INDEX = -100
 
+SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
+"""Logits whose softmax is done at one time, by device: 4 MiB of fp32 stay in a CPU's cache; 64 MiB keep a
+GPU busy, and most of them stay in its cache."""
+_HEAD_ELEMENTS = 2**22
+"""Of the head's gradient, made at one time in the type of the products before it is added up in fp32."""
 
-def full_loss(hidden_BSD: Tensor, head_weight_VD: Tensor, targets_BS: Tensor) -> Tensor:
-    """Summed cross-entropy in nats (fp32 scalar); the logits [B x S, V] exist in full."""
-    logits_BSV = F.linear(hidden_BSD, head_weight_VD)
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+
+def full_loss(
+    hidden_BSD: Tensor, head_weight_VD: Tensor, targets_BS: Tensor, *, expected_grad: Tensor | float = 1.0
+) -> Tensor:
+    """Summed cross-entropy in nats (fp32 scalar); the logits [B x S, V] exist in full.
+
+    `chunked_loss` with all tokens in one chunk.
+    """
+    tokens = targets_BS.numel()
+    return chunked_loss(
+        hidden_BSD, head_weight_VD, targets_BS, chunk_tokens=tokens, expected_grad=expected_grad
     )
 
 
@@ -30,10 +47,6 @@ def chunked_loss(
     expected_grad: Tensor | float = 1.0,
 ) -> Tensor:
     """The same sum with at most `chunk_tokens` x V logits alive.
-
-    The gradient with respect to the logits, (softmax - one-hot), needs nothing from the backward pass
-    but one scalar, so head, loss and both gradients are done chunk by chunk in the forward pass and
-    nothing of size tokens x V is kept or computed twice (as Liger Kernel and torchtitan do).
 
     Args:
         hidden_BSD: final hidden states.
@@ -56,17 +69,26 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, chunk_tokens, dtype, expected_grad):  # type: ignore[no-untyped-def]
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            total, hidden_grad, weight_grad = _loss_and_gradients(
+            total, *ctx.gradients = _loss_and_gradients(
                 hidden_TD, weight_VD, targets_T, chunk_tokens, dtype, expected_grad
             )
-        ctx.save_for_backward(hidden_grad, weight_grad, expected_grad)
+        ctx.expected_grad = expected_grad
         return total
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        hidden_grad, weight_grad, expected_grad = ctx.saved_tensors
-        ratio = grad / expected_grad
-        return hidden_grad.mul_(ratio), weight_grad.mul_(ratio), None, None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "this loss has been through backward: its gradients are made once and given away"
+            )
+        # Not by save_for_backward: what autograd still holds it would copy into `.grad` and not move there.
+        (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
+        ratio = grad / ctx.expected_grad
+        # A GPU multiplies by 1 in less time than the host would wait for the answer.
+        if ratio.device.type != "cpu" or ratio != 1:
+            hidden_grad.mul_(ratio)
+            weight_grad.mul_(ratio)
+        return hidden_grad, weight_grad, None, None, None, None
 
 
 def _loss_and_gradients(
@@ -80,24 +102,50 @@ def _loss_and_gradients(
     weight = weight_VD.to(dtype)
     hidden_grad_TD = torch.empty_like(hidden_TD)
     # In fp32 also for bf16 weights: a bf16 sum over many chunks would lose what each adds.
-    weight_grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+    weight_grad_VD = torch.empty_like(weight_VD, dtype=torch.float32)
     total = hidden_TD.new_zeros((), dtype=torch.float32)
     for start in range(0, hidden_TD.shape[0], chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         hidden, targets = hidden_TD[chunk].to(dtype), targets_T[chunk]
-        counted = (targets != IGNORE_INDEX).unsqueeze(1)
-        index = targets.clamp_min(0).unsqueeze(1)
-        logits = (hidden @ weight.T).float()
-        log_z = logits.logsumexp(1, keepdim=True)
-        total += ((log_z - logits.gather(1, index)) * counted).sum()
-        gradient = logits.sub_(log_z).exp_()
-        gradient.scatter_add_(1, index, gradient.new_full((), -1.0).expand_as(index))
-        gradient.mul_(counted * expected_grad)
-        gradient = gradient.to(dtype)
-        hidden_grad_TD[chunk] = gradient @ weight
-        weight_grad_VD += gradient.T @ hidden
-        del logits, gradient  # or they would stand beside the next chunk's
+        logits = hidden @ weight.T
+        total += _to_gradient(logits, targets, expected_grad)
+        hidden_grad_TD[chunk] = logits @ weight
+        _add_product(weight_grad_VD, logits, hidden, is_first=start == 0)
+        del logits  # or they would stand beside the next chunk's
     return total, hidden_grad_TD, weight_grad_VD.to(weight_VD.dtype)
+
+
+def _to_gradient(logits_TV: Tensor, targets_T: Tensor, expected_grad: Tensor) -> Tensor:
+    """Write the gradient of the loss over the logits; returns the loss (fp32 scalar)."""
+    total = logits_TV.new_zeros((), dtype=torch.float32)
+    counted_T1 = (targets_T != IGNORE_INDEX).unsqueeze(1)
+    scale_T1 = counted_T1 * expected_grad
+    targets_T1 = targets_T.clamp_min(0).unsqueeze(1)
+    rows = max(SOFTMAX_ELEMENTS[logits_TV.device.type] // logits_TV.shape[1], 1)
+    for logits, target, counted, scale in zip(
+        *(tensor.split(rows) for tensor in (logits_TV, targets_T1, counted_T1, scale_T1)), strict=True
+    ):
+        x = logits.float()  # fp32 logits themselves: all that follows is in place
+        of_target = x.gather(1, target)
+        largest = x.amax(1, keepdim=True)
+        normaliser = x.sub_(largest).exp_().sum(1, keepdim=True)
+        total += ((largest + normaliser.log() - of_target) * counted).sum()
+        x.mul_(scale / normaliser).scatter_add_(1, target, -scale)
+        if x.dtype is not logits.dtype:
+            logits.copy_(x)
+        del x  # or it would stand beside the next rows'
+    return total
+
+
+def _add_product(sum_VD: Tensor, gradient_TV: Tensor, hidden_TD: Tensor, *, is_first: bool) -> None:
+    """sum += gradient^T hidden, or = where it is the first, without a second tensor of that size."""
+    rows = max(_HEAD_ELEMENTS // sum_VD.shape[1], 1)
+    for part_VD, gradient in zip(sum_VD.split(rows), gradient_TV.split(rows, dim=1), strict=True):
+        product = gradient.T @ hidden_TD
+        if is_first:
+            part_VD.copy_(product)
+        else:
+            part_VD += product
 
 
 @torch.no_grad()

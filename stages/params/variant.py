@@ -56,7 +56,7 @@ class VariantParams(Section):
     loss: Literal["full", "chunked"] = "full"
     """chunked: head and cross-entropy over chunks of tokens, so that the logits of the whole
     micro-batch never exist."""
-    loss_chunk_tokens: Annotated[int, Field(ge=16)] = 1024
+    loss_chunk_tokens: Annotated[int, Field(ge=16)] = 512
     """Tokens whose logits exist at one time when loss is chunked."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw_8bit: AdamW's moments in 8 bits, block by block (Dettmers et al. 2022). muon: momentum made

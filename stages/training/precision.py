@@ -36,9 +36,15 @@ class PrecisionPolicy:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around the forward pass and the loss only: backward runs in the types forward chose."""
+        """Around the forward pass and the loss only: backward runs in the types forward chose.
+
+        Without autocast's cache: it would keep a 16-bit copy of every weight until the loss is done, also of
+        blocks that are recomputed, and here every weight is used once in a forward pass.
+        """
         enabled = self.autocast_dtype is not None
-        with torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=enabled):
+        with torch.autocast(
+            self.device_type, dtype=self.autocast_dtype, enabled=enabled, cache_enabled=False
+        ):
             yield
 
     def make_scaler(self) -> torch.amp.GradScaler:

@@ -116,16 +116,17 @@ def forward_backward(
     with policy.autocast():
         hidden = state.model(batch.input_ids_BS, batch.cu_seqlens)
         head = state.model.lm_head.weight
+        expected_grad = _scale(scaler, state.model) / target_tokens
         if variant.loss == "chunked":
             loss_sum = chunked_loss(
                 hidden,
                 head,
                 batch.targets_BS,
                 chunk_tokens=variant.loss_chunk_tokens,
-                expected_grad=_scale(scaler, state.model) / target_tokens,
+                expected_grad=expected_grad,
             )
         else:
-            loss_sum = full_loss(hidden, head, batch.targets_BS)
+            loss_sum = full_loss(hidden, head, batch.targets_BS, expected_grad=expected_grad)
     del hidden  # or it would live through the backward pass
     micro_loss = loss_sum / target_tokens
     if isinstance(state.optimizer, OptimizerInBackward):

