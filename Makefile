@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # Stages are run as `python -m stages.…`, so the environment's python must come first.
 RUN = PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: help repro ui test test-fast test-soak lint sync clean-work
+.PHONY: help repro ui test test-fast test-soak bench bench-pipeline lint sync clean-work
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo "make test       set up and run all tests"
 	@echo "make test-fast  the tests that take seconds"
 	@echo "make test-soak  the pipeline killed 40 times, at random and on purpose"
+	@echo "make bench      this project and its peers side by side: hours (BENCH_ARGS=--quick: minutes)"
+	@echo "make bench-pipeline  what the pipeline costs beside the training"
 	@echo "make lint       formatting, lint, types"
 	@echo "make sync       send to MLflow what could not be sent while training"
 	@echo "make clean-work delete work in progress: interrupted trainings start over"
@@ -45,6 +47,12 @@ test-fast: $(VENV)/dev.stamp
 
 test-soak: $(VENV)/dev.stamp
 	@$(RUN) python -m pytest -m soak
+
+bench: $(VENV)/run.stamp
+	@$(RUN) python -m benchmarks.peers $(BENCH_ARGS)
+
+bench-pipeline: $(VENV)/run.stamp
+	@$(RUN) python -m benchmarks.pipeline $(BENCH_ARGS)
 
 lint: $(VENV)/dev.stamp
 	@$(RUN) ruff format --check .

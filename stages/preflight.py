@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from stages.container_image import ContainerImageError, container_image
-from stages.measure.hardware import Device, HardwareError, describe_device, select_device
+from stages.measure.hardware import Device, HardwareError, describe_device, nvidia_gpu, select_device
 from stages.measure.units import readable_bytes
 from stages.params import ParamsError, load_params
 
@@ -61,7 +61,8 @@ def _device_lines(device: Device, requested: str) -> list[str]:
     cpu = f"{device.name}, {device.threads} threads, {memory}"
     if requested == "cpu":
         return [f"GPU: not used, hardware.device is cpu; training runs on the CPU ({cpu})"]
-    driver = host_driver_version()
+    is_here, driver = nvidia_gpu()
+    driver = driver or host_driver_version() or ("of unknown version" if is_here else None)
     if driver is None:
         return [f"GPU: none; training runs on the CPU ({cpu})", "driver: no NVIDIA driver"]
     return [

@@ -34,6 +34,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     root = project_root()
     try:
         check_constraints(root)

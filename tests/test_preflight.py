@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,14 @@ OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Rele
 
 def lines(device: Device = CPU, requested: str = "auto") -> dict[str, str]:
     return dict(line.split(": ", 1) for line in preflight.preflight_lines(device, requested))
+
+
+def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an old driver."""
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 535.183.01\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 def test_one_line_each() -> None:
@@ -67,8 +76,25 @@ def test_a_gpu_that_was_not_passed_in_is_a_warning(monkeypatch: pytest.MonkeyPat
     assert "driver" not in lines(requested="cpu"), "who asks for the CPU is told of no GPU"
 
 
-def test_shared_memory_is_measured(tmp_path: Path) -> None:
+def test_a_gpu_that_a_cpu_build_cannot_use_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preflight, "host_driver_version", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    put_nvidia_smi(tmp_path, monkeypatch)
+    found = lines()
+    assert found["GPU"].startswith("none that this process may use; training runs on the CPU")
+    assert found["driver"].startswith("535.183.01; WARNING") and "a build for CPUs" in found["driver"]
+
+
+def test_shared_memory_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WARNING" not in preflight._shared_memory(tmp_path)  # a disk, larger than a GiB
+    # Docker's default.
+    small = SimpleNamespace(f_frsize=4096, f_blocks=2**26 // 4096)
+    monkeypatch.setattr(preflight.os, "statvfs", lambda folder: small)
+    assert preflight._shared_memory(tmp_path).startswith("64.0 MiB; WARNING: small")
+    monkeypatch.undo()
     assert preflight._shared_memory(tmp_path / "missing").startswith(
         "none (No such file or directory); WARNING"
     )
@@ -85,10 +111,7 @@ def test_params_with_a_mistake_are_refused(
 def test_an_old_driver_is_refused_with_the_one_that_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 535.183.01\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    put_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -75,7 +75,7 @@ def select_device(requested: Literal["auto", "cuda", "cpu"]) -> torch.device:
             f"{os.environ['CUDA_VISIBLE_DEVICES']!r}, which hides every GPU; unset it, or set "
             "hardware.device: cpu"
         )
-    present, driver = _nvidia_gpu()
+    present, driver = nvidia_gpu()
     if built_for is None:
         if requested == "auto":
             return torch.device("cpu")
@@ -108,7 +108,7 @@ def describe_device(device: torch.device) -> Device:
             threads=torch.get_num_threads(),
             memory_bytes=properties.total_memory,
             compute_capability=f"{properties.major}.{properties.minor}",
-            driver_version=_nvidia_gpu()[1],
+            driver_version=nvidia_gpu()[1],
             cuda_version=torch.version.cuda,
         )
     return Device(
@@ -205,7 +205,7 @@ def _gpus_are_hidden() -> bool:
     return visible is not None and visible.strip() in ("", "-1")
 
 
-def _nvidia_gpu() -> tuple[bool, str | None]:
+def nvidia_gpu() -> tuple[bool, str | None]:
     """Whether an NVIDIA GPU is present, by its device file or nvidia-smi, and its driver's version."""
     driver = None
     if shutil.which("nvidia-smi"):
@@ -216,7 +216,8 @@ def _nvidia_gpu() -> tuple[bool, str | None]:
             answer = None
         if answer is not None and answer.returncode == 0 and answer.stdout.strip():
             driver = answer.stdout.split()[0]
-    return driver is not None or Path("/dev/nvidia0").exists(), driver
+    # Of several GPUs a container may have been given another than the first.
+    return driver is not None or any(Path("/dev").glob("nvidia[0-9]*")), driver
 
 
 def _unusable_gpu(built_for: str, driver: str | None) -> str:
