@@ -1,7 +1,7 @@
 """What reliability costs: checkpoints and tracking against none, in seconds of training.
 
-    python benchmarks/reliability_cost.py                     the default model, half an hour on two cores
-    python benchmarks/reliability_cost.py --steps 100 --runs 1
+    python -m benchmarks.reliability_cost                     the default model, half an hour on two cores
+    python -m benchmarks.reliability_cost --steps 100 --runs 1
 
 Each run is the real train stage in a copy of the checkout. The settings take turns in every round, so
 that a machine that slows down slows all of them. Prints one Markdown table of medians.
@@ -26,7 +26,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.pipeline_checkout import copy_files
+
 _SLOW_ANSWER_SECONDS = 5.0
 
 
@@ -83,12 +84,7 @@ def main() -> int:
 
 def prepare(base: Path, steps: int | None) -> None:
     """The checkout's files with tokens and MLflow's database."""
-    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (base / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, base / name)
+    copy_files(base)
     params = yaml.safe_load((base / "params.yaml").read_text())
     training = params["training"]
     if steps is not None:

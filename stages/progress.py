@@ -45,7 +45,7 @@ class TrainingProgress:
         self._bar.stop()
 
     def show(self, row: CurveRow, measurements: Measurements) -> None:
-        tokens_per_second = measurements.timer.rows()[-1][2]
+        tokens_per_second = measurements.timer.intervals[-1].tokens_per_second
         peak = "" if measurements.peak is None else f"  peak {measurements.peak.bytes / 2**20:,.0f} MiB"
         figures = f"{tokens_per_second:,.0f} tok/s  loss {row.loss:.3f}  lr {row.learning_rate:.2e}{peak}"
         self._bar.update(self._task, completed=row.step, figures=figures)

@@ -220,7 +220,6 @@ def _train_from_checkpoint(
 
     apply_recompute(state.model, run.techniques)
     apply_compile(state.model, run.techniques)
-    ceiling = measure_matmul_flops_per_second(run.device, run.techniques.precision)
     device_facts = asdict(describe_device(run.device)) | {
         "float32_matmul_precision": matmul_setting,
         "attention_kernel": attention_kernel(run.device, policy.autocast_dtype or policy.weights_dtype),
@@ -239,6 +238,8 @@ def _train_from_checkpoint(
                 if row is not None:
                     track(tracker, row, measurements)
                     progress.show(row, measurements)
+            # Not before the first step, which need not wait for it.
+            ceiling = measure_matmul_flops_per_second(run.device, run.techniques.precision)
             figures = record.figures(params, measurements, store, ceiling)
             tracker.log_summary({key: figures[key] for key in SUMMARY})
             image = container_image()

@@ -45,7 +45,7 @@ def track(tracker: RunTracker, row: CurveRow, measurements: Measurements) -> Non
             "learning_rate": row.learning_rate,
             "grad_norm": row.grad_norm,
             "tokens": row.tokens,
-            "tokens_per_second": measurements.timer.rows()[-1][2],
+            "tokens_per_second": measurements.timer.intervals[-1].tokens_per_second,
             "seconds": measurements.timer.elapsed_seconds,
         },
     )

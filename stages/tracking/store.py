@@ -74,6 +74,13 @@ def connect(store: Store) -> "MlflowClient":
     return client
 
 
+def sqlite_file(store: Store) -> Path | None:
+    """The file of a SQLite store, whether it is there or not; None for any other store."""
+    if not store.uri.startswith("sqlite:///"):
+        return None
+    return Path(store.uri.removeprefix("sqlite:///").partition("?")[0])
+
+
 def set_mlflow_defaults() -> None:
     """Quiet, no telemetry, short waits; what the user has set in the environment stays."""
     for key, value in _DEFAULTS.items():
@@ -83,10 +90,10 @@ def set_mlflow_defaults() -> None:
 @contextlib.contextmanager
 def _one_at_a_time(store: Store) -> Iterator[None]:
     """A lock beside a SQLite file: of three processes that create the schema at once two crash."""
-    if not store.uri.startswith("sqlite:///"):
+    database = sqlite_file(store)
+    if database is None:
         yield
         return
-    database = Path(store.uri.removeprefix("sqlite:///").partition("?")[0])
     with database.with_name(f".{database.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
