@@ -42,6 +42,7 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     done; \
     python3 -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
       || set -- "$@" python3-dev; \
+    python3 -c 'import ensurepip' 2>/dev/null || set -- "$@" python3-venv; \
     if [ $# -gt 0 ]; then \
       rm -f /etc/apt/apt.conf.d/docker-clean; \
       apt-get update; \
@@ -83,8 +84,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # Folders that any --user may write to, also where an empty volume takes their place; git repositories of any
 # owner are trusted (a checkout of the host's belongs to somebody else, and libgit2 reads files only).
 RUN set -eu; \
-    groupadd --gid 1000 frugal; \
-    useradd --uid 1000 --gid 1000 --no-log-init --no-create-home --home-dir /home/frugal \
+    groupadd --non-unique --gid 1000 frugal; \
+    useradd --non-unique --uid 1000 --gid 1000 --no-log-init --no-create-home --home-dir /home/frugal \
       --shell /bin/bash frugal; \
     install --directory --mode 1777 /home/frugal /workspace /workspace/frugal /var/lib/mlflow; \
     git config --system --add safe.directory '*'
@@ -131,7 +132,9 @@ RUN set -eu; \
     install --mode 755 "$FRUGAL_SOURCE/docker/frugal.sh" /usr/local/bin/frugal
 
 WORKDIR /workspace
-USER 1000:1000
+# IMAGE_USER=root: for hosts that install an SSH server in the container and offer no --user.
+ARG IMAGE_USER=1000:1000
+USER ${IMAGE_USER}
 STOPSIGNAL SIGTERM
 # -g: the signal goes to all that `frugal` started, and not to `frugal` alone.
 ENTRYPOINT ["tini", "-g", "--", "frugal"]

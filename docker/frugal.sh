@@ -13,6 +13,7 @@ set -eu
 # Shells of sshd's begin without the image's environment.
 # shellcheck source=/dev/null
 if [ -z "${FRUGAL_SOURCE:-}" ] && [ -r /etc/profile.d/frugal.sh ]; then . /etc/profile.d/frugal.sh; fi
+export HOME="${HOME:-/home/frugal}"
 checkout=${FRUGAL_CHECKOUT:-/workspace/frugal}
 source=${FRUGAL_SOURCE:-/opt/frugal/source}
 revision=${FRUGAL_GIT_COMMIT:-unknown}
@@ -39,6 +40,12 @@ main() {
   if [ "$1" = repro ]; then
     shift
     exec python -m stages.repro "$@"
+  fi
+  if [ "$1" = dvc ]; then
+    # Containers that share the checkout leave DVC's locks alone while it runs.
+    mkdir -p .work
+    exec 8>>.work/repro.lock
+    flock --shared 8 || true
   fi
   exec "$@"
 }
@@ -117,6 +124,7 @@ replace_code() {
       fail "$checkout has the code of another image, and a container of that image runs the pipeline in it;" \
         "wait for it or stop it"
   fi
+  rm -f .git/index.lock  # of a container that was killed here
   made=$(sed -n 2p .git/frugal-image)
   old=$(git ls-tree -r --name-only "$made" | grep -vxE "$kept" | sort)
   new=$(cd "$source" && find . -type f | sed 's|^\./||' | grep -vxE "$kept" | sort)

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -26,13 +27,17 @@ class ContainerImage:
     """The image it was built on, with its digest, such as "python:3.11-slim-bookworm@sha256:…"."""
     constraints_sha256: str
     """Of the constraints.txt whose versions are installed in it."""
+    torch: str
+    """Its version, with the CUDA it was built for."""
     git_commit: str | None
     """Of the code in it; a checkout that is mounted into the container may have another."""
 
     @property
     def identity(self) -> str:
-        """One line that is equal only for equal images: the digest, else the base and the versions."""
-        return self.digest or f"{self.base} with constraints.txt sha256:{self.constraints_sha256}"
+        """One line: the digest, else base, pins and build of torch, by which images differ."""
+        return self.digest or (
+            f"{self.base} with constraints.txt sha256:{self.constraints_sha256} and torch {self.torch}"
+        )
 
     def tags(self) -> dict[str, str]:
         """For an MLflow run."""
@@ -55,6 +60,7 @@ def container_image(environment: Mapping[str, str] = os.environ) -> ContainerIma
         digest=environment.get("FRUGAL_IMAGE_DIGEST") or None,
         base=base,
         constraints_sha256=hashlib.sha256(_constraints(source)).hexdigest(),
+        torch=version("torch"),
         git_commit=environment.get("FRUGAL_GIT_COMMIT") or None,
     )
 

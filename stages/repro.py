@@ -84,7 +84,8 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stopped_by = self._stopped_by or signal.Signals(number).name
         # First, for a stage that has no handler yet: it looks for the file as soon as it has one.
-        self._stop_file.touch()
+        with contextlib.suppress(FileNotFoundError):  # all is over
+            self._stop_file.touch()
         # Stages know no SIGHUP: whose terminal is gone wants what SIGTERM does.
         self._signal_group(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 

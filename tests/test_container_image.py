@@ -1,6 +1,7 @@
 """The image a stage runs in is told in one line, and equal only for equal images."""
 
 import hashlib
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def test_without_its_digest_it_is_known_by_base_and_versions(environment: dict[s
     image = container_image(environment)
     assert image is not None
     sha256 = hashlib.sha256(b"torch==2.13.0\n").hexdigest()
-    assert image.identity == f"{BASE} with constraints.txt sha256:{sha256}"
+    torch = importlib.metadata.version("torch")
+    assert image.identity == f"{BASE} with constraints.txt sha256:{sha256} and torch {torch}"
     assert image.tags() == {
         "image": image.identity,
         "image.base": BASE,

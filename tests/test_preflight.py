@@ -65,6 +65,7 @@ def test_the_host_s_driver_is_seen_without_a_gpu(module: str, version: str, tmp_
 
 
 def test_a_gpu_that_was_not_passed_in_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "nvidia_gpu", lambda: (False, None))
     monkeypatch.setattr(preflight, "host_driver_version", lambda: "580.65.06")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

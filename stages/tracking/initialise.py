@@ -28,9 +28,10 @@ def main() -> int:
             file=sys.stderr,
         )
         return 0
-    with contextlib.suppress(OSError):  # it only saves time
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(json.dumps(_schema(store)))
+    if schema := _schema(store):
+        with contextlib.suppress(OSError):  # it only saves time
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(schema))
     return _say_ready(store)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import boto3
+import botocore.session
+from botocore.config import Config
 
 BUCKET = "results"
 _SERVE = """
@@ -43,6 +45,7 @@ class S3Server:
             "AWS_SHARED_CREDENTIALS_FILE": self.empty_file,
             "AWS_EC2_METADATA_DISABLED": "true",
             "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
         }
 
     def objects(self) -> dict[str, int]:
@@ -90,8 +93,11 @@ def _bucket_and_key(endpoint: str) -> tuple[str, str]:
 
 
 def _client(service: str, endpoint: str, key_id: str, secret: str) -> Any:
-    return boto3.client(
+    # No profile of the developer's: nothing is asked where it may be named.
+    session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})
+    return boto3.Session(botocore_session=session).client(
         service,
+        config=Config(proxies={}),
         endpoint_url=endpoint,
         region_name="us-east-1",
         aws_access_key_id=key_id,

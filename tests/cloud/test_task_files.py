@@ -51,7 +51,7 @@ def _parse_all(
     try:
         verdicts = parse([*good, *broken.values()])
     except NoToolsError as error:
-        if os.environ.get("REQUIRE_CONTAINER"):
+        if os.environ.get("REQUIRE_CONTAINER") == "1":
             raise
         pytest.skip(str(error))
     return dict(zip([*(path.name for path in good), *broken], verdicts, strict=True))
@@ -96,6 +96,7 @@ def _checkout() -> PurePosixPath:
     return PurePosixPath(found.group(1))
 
 
+@pytest.mark.slow
 def test_skypilot_restarts_a_stopped_run_on_another_spot_machine(skypilot: Verdicts) -> None:
     task = _parsed(skypilot, SKYPILOT)
     assert task["use_spot"] is True
@@ -104,6 +105,7 @@ def test_skypilot_restarts_a_stopped_run_on_another_spot_machine(skypilot: Verdi
     assert task["image"].startswith("docker:")
 
 
+@pytest.mark.slow
 def test_skypilot_keeps_everything_on_one_disk_that_outlives_the_machine(skypilot: Verdicts) -> None:
     task = _parsed(skypilot, SKYPILOT)
     (disk,) = task["volumes"]
@@ -112,10 +114,12 @@ def test_skypilot_keeps_everything_on_one_disk_that_outlives_the_machine(skypilo
     assert _checkout().is_relative_to(disk["path"])
 
 
+@pytest.mark.slow
 def test_skypilot_gives_its_container_a_user_who_can_install_an_ssh_server(skypilot: Verdicts) -> None:
     assert _parsed(skypilot, SKYPILOT)["run_options"] == ["--user=0:0", "--env=HOME=/root"]
 
 
+@pytest.mark.slow
 def test_dstack_starts_an_interrupted_task_again(dstack: Verdicts) -> None:
     task = _parsed(dstack, TASK)
     assert task["spot_policy"] == "spot"
@@ -123,6 +127,7 @@ def test_dstack_starts_an_interrupted_task_again(dstack: Verdicts) -> None:
     assert {"interruption", "error", "no-capacity"} == set(task["retry"]["on_events"])
 
 
+@pytest.mark.slow
 def test_dstack_keeps_everything_on_one_volume(dstack: Verdicts) -> None:
     task, volume = _parsed(dstack, TASK), _parsed(dstack, VOLUME)
     (mount,) = task["volumes"]
@@ -131,6 +136,7 @@ def test_dstack_keeps_everything_on_one_volume(dstack: Verdicts) -> None:
     assert task["user"] == "root", "a new volume belongs to root"
 
 
+@pytest.mark.slow
 def test_dstack_rents_where_the_volume_is(dstack: Verdicts) -> None:
     task, volume, fleet = (_parsed(dstack, path) for path in (TASK, VOLUME, FLEET))
     assert [entry["name"] for entry in task["fleets"]] == [fleet["name"]]
@@ -140,11 +146,13 @@ def test_dstack_rents_where_the_volume_is(dstack: Verdicts) -> None:
         assert fleet["resources"][resource] == task["resources"][resource]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN_SKYPILOT)
 def test_skypilot_refuses_what_is_wrong(skypilot: Verdicts, name: str) -> None:
     assert BROKEN_SKYPILOT[name][-1] in skypilot[name].get("refused", "taken"), skypilot[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN_DSTACK)
 def test_dstack_refuses_what_is_wrong(dstack: Verdicts, name: str) -> None:
     assert BROKEN_DSTACK[name][-1] in dstack[name].get("refused", "taken"), dstack[name]
@@ -201,6 +209,7 @@ def test_every_path_in_the_commands_is_in_the_image_or_brought(path: Path) -> No
     assert commands.rstrip().splitlines()[-1].startswith("exec "), "a signal ends with the shell"
 
 
+@pytest.mark.slow
 def test_params_come_from_the_clone(skypilot: Verdicts, dstack: Verdicts) -> None:
     """Relative to where it is launched (SkyPilot), and to the file (dstack)."""
     assert "frugal cp /tmp/params.yaml params.yaml" in _commands(SKYPILOT)

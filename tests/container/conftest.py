@@ -15,7 +15,8 @@ from tests.container.engine import Engine, NoEngineError, container_engine
 from tests.pipeline.small_repository import SOURCE, Repository, make_small_repository
 
 STEPS = 600
-COMPOSE = ("compose", "--file=docker/compose.yaml")
+# Not the developer's docker/.env.
+COMPOSE = ("compose", "--env-file=/dev/null", "--file=docker/compose.yaml")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ REQUIRE_CONTAINER=1    no engine is a failure
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ _SCRIPTS = SOURCE.parent / "shared/tools"
 _ENGINE_SCRIPT = Path(os.environ.get("CONTAINER_ENGINE", _SCRIPTS / "container-engine.sh"))
 _BASE_SCRIPT = Path(os.environ.get("CONTAINER_BASE_SCRIPT", _SCRIPTS / "base-image.sh"))
 _LOCAL_BASE = "local/python:3.11"
+_ENGINE_BYTES = 12 * 2**30
+"""The engine, a base, the image of torch's CPU build and its layers while they are unpacked."""
 CANARY = "canary-b3f1c9d2"
 """Is in the secret that the build gets."""
 # Nothing of the developer's: what compose and the image would take from the environment.
@@ -116,19 +119,23 @@ def container_engine() -> Iterator[Engine]:
         return
     if not _ENGINE_SCRIPT.exists():
         raise NoEngineError("no docker answers here, and CONTAINER_ENGINE names no script that starts one")
-    # On memory where there is some: the engine wants a file system that overlays can be laid upon.
+    # On memory where there is enough: the engine wants a file system that overlays can be laid upon.
     memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="engine-", dir=memory if memory.is_dir() else None))
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > _ENGINE_BYTES
+    folder = Path(tempfile.mkdtemp(prefix="engine-", dir=memory if has_room else None))
     try:
         started = subprocess.run(
             (str(_ENGINE_SCRIPT), "start", str(folder)), capture_output=True, text=True, check=False
         )
         if started.returncode:
             raise NoEngineError(started.stderr.strip() or f"{_ENGINE_SCRIPT.name} failed")
+        # A cancelled run ends by SIGTERM, which would leave the engine behind: as by Ctrl-C, fixtures end.
+        previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             yield Engine(_after_reading(folder / "env"))
         finally:
             subprocess.run((str(_ENGINE_SCRIPT), "stop", str(folder)), capture_output=True, check=False)
+            signal.signal(signal.SIGTERM, previous)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -139,3 +139,10 @@ def test_a_clone_is_used_as_it_is(container: Container) -> None:
     assert "is no git repository" in container.is_refused()
     subprocess.run(("git", "init", "--quiet", clone), check=True)
     assert container.is_ready() == "?? dvc.yaml\n"
+
+
+def test_a_container_killed_while_it_changed_the_code_keeps_no_lock(next_image: Container) -> None:
+    (next_image.checkout / ".git/index.lock").touch()
+    done = next_image.run("true")
+    assert done.returncode == 0, done.stderr
+    assert (next_image.checkout / "stages/a.py").read_text() == "10\n"

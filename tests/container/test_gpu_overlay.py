@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.container.conftest import Project
+from tests.container.conftest import Project, cannot
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def device_overlay(project: Project, tmp_path: Path) -> Iterator[str]:
     asked = project.engine.run("info", "--format={{json .CDISpecDirs}}", may_fail=True)
     folders = json.loads(asked.stdout) if asked.returncode == 0 and asked.stdout.strip() else None
     if not folders:
-        pytest.skip("this engine knows no device specifications (CDI)")
+        cannot("this engine knows no device specifications (CDI)")
     folder, program = Path(folders[-1]), tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho {DRIVER}\n")
     program.chmod(0o755)
@@ -60,7 +60,7 @@ def device_overlay(project: Project, tmp_path: Path) -> Iterator[str]:
         folder.mkdir(exist_ok=True)
         file.write_text(json.dumps(specification))
     except OSError as error:
-        pytest.skip(f"device specifications cannot be written here: {error}")
+        cannot(f"device specifications cannot be written here: {error}")
     overlay = tmp_path / "device.yaml"
     base = yaml.safe_load((Path(__file__).parents[2] / OVERLAY).read_text())
     (device,) = base["services"]["pipeline"]["deploy"]["resources"]["reservations"]["devices"]

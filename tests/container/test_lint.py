@@ -115,7 +115,9 @@ def client(request: pytest.FixtureRequest) -> Engine:
 @pytest.mark.parametrize("profiles", [(), ("--profile=server",)], ids=["sqlite", "postgres"])
 def test_compose_reads_them(client: Engine, overlays: tuple[str, ...], profiles: tuple[str, ...]) -> None:
     files = [f"--file={file}" for file in ("docker/compose.yaml", *overlays)]
-    done = client.run("compose", *files, *profiles, "config", "--format=json", MLFLOW_PORT="5001")
+    done = client.run(
+        "compose", "--env-file=/dev/null", *files, *profiles, "config", "--format=json", MLFLOW_PORT="5001"
+    )
     config = json.loads(done.stdout)
     assert set(config["services"]) == {"pipeline", "mlflow"} | ({"postgres"} if profiles else set())
     (port,) = config["services"]["mlflow"]["ports"]

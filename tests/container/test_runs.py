@@ -132,7 +132,11 @@ def _identity(project: Project) -> str:
     sha256 = project.engine.run(
         "run", "--rm", "--entrypoint=sha256sum", project.image.tag, "/opt/frugal/source/constraints.txt"
     ).stdout.split()[0]
-    return f"{base} with constraints.txt sha256:{sha256}"
+    ask = "from importlib.metadata import version; print(version('torch'))"
+    torch = project.engine.run(
+        "run", "--rm", "--entrypoint=python", project.image.tag, "-c", ask
+    ).stdout.strip()
+    return f"{base} with constraints.txt sha256:{sha256} and torch {torch}"
 
 
 def _runs(address: str) -> list[dict[str, Any]]:
