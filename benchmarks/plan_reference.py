@@ -75,7 +75,7 @@ def _print_fits(params: Params) -> None:
             cells += ["–", "–", "–", "–"]
         else:
             speed = forecast_of(params, found.recipe, predictions.machine)
-            low, high = speed.tokens_per_second if speed else (0.0, 0.0)
+            high, low = speed.tokens_per_second if speed else (0.0, 0.0)
             cells += [
                 str(found.recipe.micro_batch_size),
                 readable_bytes(predictions.needed_bytes(found.recipe)),

@@ -15,12 +15,13 @@ need, whichever is longer, and the kinds follow one another. It is a forecast, n
 Attention counts the half under the diagonal, which is what the kernels compute.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from stages.measure.flops import block_matmul_parameters, parameter_count
 from stages.measure.targets import Format, Target
-from stages.model.loss import SOFTMAX_ELEMENTS
+from stages.model.loss import HEAD_ELEMENTS, SOFTMAX_ELEMENTS
 from stages.params import BlockGroups, MemoryBudget, ModelParams, TrainingParams, VariantParams
 
 TENSOR_CORE_EFFICIENCY = (0.65, 0.35)
@@ -221,9 +222,13 @@ class _Work:
     def kernels(self) -> float:
         compiled = 0.5 if self.variant.compile != "off" else 1.0
         per_block = _KERNELS_PER_BLOCK * (1 + self.repeated_share / 3) * compiled
-        chunks = self.tokens / self.variant.loss_chunk_tokens if self.variant.loss == "chunked" else 1
-        softmax_blocks = self.tokens * self.vocab_size / SOFTMAX_ELEMENTS["cuda"]
-        return self.model.num_hidden_layers * per_block + 10 * (chunks + softmax_blocks)
+        chunk = self.tokens
+        if self.variant.loss == "chunked":
+            chunk = min(chunk, self.variant.loss_chunk_tokens)
+        softmax_blocks = math.ceil(chunk * self.vocab_size / SOFTMAX_ELEMENTS["cuda"])
+        head_pieces = math.ceil(self.vocab_size * self.model.hidden_size / HEAD_ELEMENTS)
+        per_chunk = 10 + 18 * softmax_blocks + 2 * head_pieces
+        return self.model.num_hidden_layers * per_block + math.ceil(self.tokens / chunk) * per_chunk
 
     @cached_property
     def parameters(self) -> int:

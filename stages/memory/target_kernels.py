@@ -160,8 +160,8 @@ class FakeAnswers(TorchDispatchMode):
         finally:
             self._fake_mode.cache_enabled = True
         if func is aten.split.Tensor and len(result) > _ENOUGH_PIECES:
-            # LowPrecisionAdamW takes a large matrix in thousands of pieces. All but the last, which is
-            # smaller, are alike, and the second finds what the first has left.
+            # LowPrecisionAdamW and the loss take a large matrix in up to thousands of pieces. All but the
+            # last, which is smaller, are alike, and the second finds what the first has left.
             return list(result[:_ENOUGH_PIECES])
         return result
 

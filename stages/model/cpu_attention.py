@@ -18,7 +18,8 @@ from torch import Tensor
 _BLOCK_QUERIES = 64
 """Of a document that is n blocks long, (n + 1) / 2n of all scores are computed."""
 _BLOCK_SCORES = 2**19
-"""Scores that stand at one time, in fp32: 2 MiB, which caches hold. A block of a very long row needs more."""
+"""Scores that stand at one time, in fp32: 2 MiB, which caches hold. A block is not divided by heads: where
+heads x positions exceed 8,192, it needs more."""
 
 
 @torch.library.custom_op("frugal::document_attention", mutates_args=(), device_types="cpu")
@@ -44,7 +45,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Non
             weights = _weights(queries[:, block], keys, start, end)
             torch.bmm(weights, values[:, :end], out=results[:, block])
             del weights  # or it would stand beside the next block's
-        out[piece] = _by_position(results, out[piece])
+        _write_by_position(results, out[piece])
     return out
 
 
@@ -72,7 +73,7 @@ def _document_attention_backward(
             del weights, scores_grad
         queries_grad.mul_(scale)
         for grad, found in zip(grads, (queries_grad, keys_grad, values_grad), strict=True):
-            grad[piece] = _by_position(found, grad[piece])
+            _write_by_position(found, grad[piece])
     return grads
 
 
@@ -100,11 +101,12 @@ def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     )
 
 
-def _by_position(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_by_kv_head`, as a view."""
-    R, L, heads, E = like.shape
+def _write_by_position(x: Tensor, to: Tensor) -> None:
+    """The inverse of `_by_kv_head`, written where it belongs: as a tensor of its own it would be a copy."""
+    R, L, heads, E = to.shape
     kv_heads = x.shape[0] // R
-    return x.view(R, kv_heads, L, heads // kv_heads, E).transpose(1, 2).flatten(2, 3)
+    by_head = x.view(R, kv_heads, L, heads // kv_heads, E)
+    to.unflatten(2, (kv_heads, -1)).copy_(by_head.transpose(1, 2))
 
 
 def _pieces(q: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:

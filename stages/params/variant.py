@@ -54,10 +54,11 @@ class VariantParams(Section):
     compile: Annotated[Literal["off", "blocks", "model"], BeforeValidator(_off_is_a_word)] = "off"
     """torch.compile of each transformer block (one compilation, reused) or of the whole model."""
     loss: Literal["full", "chunked"] = "full"
-    """chunked: head and cross-entropy over chunks of tokens, so that the logits of the whole
-    micro-batch never exist."""
+    """full: the logits of the whole micro-batch stand once, in the type of the matrix products, and their
+    gradient is written over them. chunked: the same over chunks of tokens, so that they never all exist."""
     loss_chunk_tokens: Annotated[int, Field(ge=16)] = 512
-    """Tokens whose logits exist at one time when loss is chunked."""
+    """Tokens whose logits exist at one time when loss is chunked. The more, the less often the head's
+    gradient is read and written."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw_8bit: AdamW's moments in 8 bits, block by block (Dettmers et al. 2022). muon: momentum made
     orthogonal for the blocks' matrices, AdamW for embeddings, head and norms; it trains otherwise than
