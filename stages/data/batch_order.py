@@ -10,7 +10,8 @@ from stages.data.permutation import permuted
 from stages.data.sequences import FILLER
 
 LARGEST_SHUFFLE = 2**24
-"""Sequences of an epoch whose order is drawn as a whole, in 128 MiB. That of more is computed place by place."""
+"""Up to so many sequences the order of an epoch is drawn as a whole, in 128 MiB; of more it is computed place
+by place."""
 
 
 class BatchOrder:
@@ -53,8 +54,8 @@ class BatchOrder:
 def rank_part(indices: np.ndarray, rank: int, ranks: int) -> np.ndarray:
     """What rank `rank` of `ranks`, counted from 0, reads of a global batch.
 
-    The parts are disjoint, of one size, and in the order of the ranks they are the global batch. A part may be
-    all FILLER at the end of an epoch: losses are to be divided by the target tokens of all ranks together.
+    The parts are disjoint, of one size, and in the order of the ranks they are the global batch. At the end
+    of an epoch a part may be all FILLER: losses are to be divided by the target tokens of all ranks together.
 
     Args:
         indices: int64 [global batch size], as BatchOrder.indices gives them to every rank.

@@ -156,7 +156,7 @@ class TokenShardsWriter:
             assert self._writer is not None
             room = self._shard_tokens - self._writer.num_tokens
             last = int(np.searchsorted(ends, token + room, "right"))
-            if last == document:  # not even one more
+            if last <= document:  # not even one more
                 if self._writer.num_documents > 0:
                     self._end_file(None)
                     self._begin_file()
