@@ -40,7 +40,8 @@ class Merger:
         tokenizer_sha256: str,
         shard_tokens: int,
     ):
-        self._token_bytes = token_bytes
+        # An array of Python's objects, from which numpy takes many at a time.
+        self._token_bytes = np.array([*token_bytes, None], object)[:-1]
         self._validation_every, self._max_documents = validation_every, max_documents
         self._tokenizer_sha256 = tokenizer_sha256
         self._sha256 = {split: hashlib.sha256() for split in SPLITS}
@@ -102,7 +103,7 @@ class Merger:
 
     def _decode(self, tokens: np.ndarray) -> bytes:
         known = tokens if int(tokens.max()) < len(self._token_bytes) else tokens[:0]
-        return b"".join(map(self._token_bytes.__getitem__, known.tolist()))
+        return b"".join(self._token_bytes[known].tolist())
 
     def _add_documents(
         self, tokens: np.ndarray, lengths: np.ndarray, num_bytes: np.ndarray, text: memoryview
