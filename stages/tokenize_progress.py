@@ -21,7 +21,7 @@ class ByteProgress:
 
     def __init__(self, what: str, total_bytes: int | None):
         self._what, self._total_bytes = what, total_bytes
-        self._text_bytes = self._bar_bytes = 0
+        self._text_bytes, self._bar_bytes = 0, 0.0
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -49,7 +49,7 @@ class ByteProgress:
             self._show()
         self._bar.stop()
 
-    def add(self, text_bytes: int, bar_bytes: int | None = None) -> None:
+    def add(self, text_bytes: int, bar_bytes: float | None = None) -> None:
         """So much more text is done; it moves the bar by `bar_bytes` where the two are not the same."""
         self._text_bytes += text_bytes
         self._bar_bytes += text_bytes if bar_bytes is None else bar_bytes
@@ -77,20 +77,32 @@ def documents_with_progress(
 
 
 class EncodingProgress(ByteProgress):
-    """A bar over bytes on disk; what a unit has of them is passed when so much of its text is encoded."""
+    """A bar over bytes on disk, which are fewer than those of the text where that is compressed.
+
+    A unit in work passes as much of them as its text would have taken in the units before.
+    """
 
     def __init__(self, units: Sequence[Unit], missing: Sequence[Unit]):
         total = None if any(unit.num_bytes is None for unit in units) else _num_bytes(units)
         super().__init__("encoding", total)
-        self._left = {unit.number: unit.num_bytes or 0 for unit in missing}
+        self._left = {unit.number: float(unit.num_bytes or 0) for unit in missing}
+        self._text = dict.fromkeys(self._left, 0)
+        self._whole_text = self._whole_disk = 0
         if len(missing) < len(units):
             print(f"{len(units) - len(missing)} of {len(units)} units were encoded before", flush=True)
         self._bar_bytes = _num_bytes(units) - _num_bytes(missing)
 
     def show(self, event: Encoded) -> None:
-        left = self._left[event.unit.number]
-        passed = left if event.is_whole else min(left, event.num_bytes)
-        self._left[event.unit.number] = left - passed
+        number = event.unit.number
+        self._text[number] += event.num_bytes
+        if event.is_whole:
+            passed = self._left[number]
+            self._whole_text += self._text[number]
+            self._whole_disk += event.unit.num_bytes or 0
+        else:
+            disk_per_text = self._whole_disk / self._whole_text if self._whole_text else 1.0
+            passed = min(self._left[number], event.num_bytes * disk_per_text)
+        self._left[number] -= passed
         self.add(event.num_bytes, passed)
 
 
