@@ -93,6 +93,8 @@ def tokenize(params: Params, out: Path, *, workers: int = 1, fresh: bool = False
     """
     started = time.monotonic()
     with hold_tokenize_work(params, None, fresh=fresh) as work:
+        if work.is_committed(out):
+            work.clear()
         if not work.complete.exists():
             _encode_and_merge(params, work, workers)
         work.remove_parts()
@@ -116,7 +118,8 @@ def encode_shard(params: Params, shard: Shard, *, workers: int = 1, fresh: bool 
     started = time.monotonic()
     with hold_tokenize_work(params, shard, fresh=fresh) as work:
         units = shard.units(work.units)
-        missing = [unit for unit in units if unit.number not in work.whole_units(units)]
+        whole = work.whole_units(units)
+        missing = [unit for unit in units if unit.number not in whole]
         job = _learned(params, work)
         events = encode_units(job, missing, workers)
         with contextlib.closing(events), EncodingProgress(units, missing) as progress:
@@ -143,7 +146,7 @@ def _encode_and_merge(params: Params, work: TokenizeWork, workers: int) -> None:
     def merge_one() -> None:
         """The next unit in the order of the corpus, where it is whole."""
         nonlocal merged
-        if merged in whole and not merger.is_full:
+        if merged in whole:
             for part in whole_parts(whole[merged], work.units[merged]):
                 merger.add(part)
             merged += 1
@@ -152,7 +155,6 @@ def _encode_and_merge(params: Params, work: TokenizeWork, workers: int) -> None:
         half,
         token_bytes(tokenizer),
         validation_every=params.corpus.validation_every,
-        max_documents=params.corpus.max_documents if isinstance(params.corpus, HubCorpus) else None,
         vocab_size=params.tokenizer.vocab_size,
         tokenizer_sha256=job.tokenizer_sha256,
         shard_tokens=params.tokenizer.shard_tokens,
@@ -195,7 +197,8 @@ def _learned(params: Params, work: TokenizeWork) -> EncodingJob:
     tokenizer_json = work.known_tokenizer()
     if tokenizer_json is None:
         tokenizer_json = _learn_tokenizer(params).to_str(pretty=True).encode("utf-8")
-    write_out(work.tokenizer, tokenizer_json)
+    if not work.tokenizer.exists():
+        write_out(work.tokenizer, tokenizer_json)
     return EncodingJob(
         params.corpus,
         work.tokenizer,
@@ -207,11 +210,11 @@ def _learned(params: Params, work: TokenizeWork) -> EncodingJob:
 
 def _learn_tokenizer(params: Params) -> Tokenizer:
     vocab_size, training_bytes = params.tokenizer.vocab_size, params.tokenizer.training_bytes
-    total_bytes = total_text_bytes(params.corpus)
+    total_bytes = total_text_bytes(params.corpus) or training_bytes
     documents = documents_with_progress(
         "learning merges",
         iterate_documents(params.corpus, "train"),
-        min(total_bytes, training_bytes) if total_bytes else None,
+        min(total_bytes, training_bytes),
     )
     tokenizer = train_tokenizer((document.text for document in documents), vocab_size, training_bytes)
     if tokenizer.get_vocab_size() < vocab_size:

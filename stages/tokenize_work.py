@@ -6,6 +6,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from stages.container_image import container_image
 from stages.data.encoding import is_last, whole_parts
 from stages.data.sources import Unit, corpus_units, describe_corpus
 from stages.params import Params
-from stages.tracking import work_root
+from stages.tracking import outs_md5_tags, work_root
 from stages.work_folder import hold_work_folder
 
 _STAGE = "tokenize"
@@ -73,6 +74,19 @@ class TokenizeWork:
                 return (folder / self.tokenizer.name).read_bytes()
         return None
 
+    def is_committed(self, out: Path) -> bool:
+        """Whether the complete tokens are what dvc.lock has of `out`.
+
+        Then whoever runs the stage again wants them made again (`dvc repro --force`).
+        """
+        committed = outs_md5_tags(_STAGE).get(f"md5.{out}")
+        return committed is not None and self.complete.exists() and committed == _dvc_md5(self.complete)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.complete)
+        self.tokenizer.unlink(missing_ok=True)
+        self.remove_parts()
+
     def remove_parts(self) -> None:
         for folder in (self.folder, *self.others):
             for part in folder.glob("*.safetensors"):
@@ -119,6 +133,16 @@ def _fingerprint(params: Params, units: Sequence[Unit]) -> str:
             "base_image": image.base if (image := container_image()) else None,
         }
     )
+
+
+def _dvc_md5(folder: Path) -> str:
+    """As DVC writes it for a folder: of the list of its files and theirs."""
+    files = []
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            md5 = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        files.append({"md5": md5, "relpath": path.name})
+    return hashlib.md5(json.dumps(files, sort_keys=True).encode(), usedforsecurity=False).hexdigest() + ".dir"
 
 
 def _times(units: Sequence[Unit]) -> list[int]:

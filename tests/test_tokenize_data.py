@@ -188,7 +188,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_any_number_of_workers_gives_the_same_bytes(
     large: Path, everything: dict[str, bytes], workers: int
 ) -> None:
@@ -272,6 +272,39 @@ def test_a_complete_run_is_published_again_without_encoding(
     assert "encoding" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_what_dvc_has_committed_is_made_again_when_forced(folder: Path) -> None:
+    pipeline = {"stages": {"tokenize": {"cmd": "python -m stages.tokenize_data", "outs": ["data/tokens"]}}}
+    (folder / "dvc.yaml").write_text(yaml.safe_dump(pipeline))
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "DVC_NO_ANALYTICS": "1",
+    }
+
+    def dvc(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "dvc", *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    dvc("init", "--no-scm")
+    assert "encoding" in dvc("repro")
+    before = outs(folder)
+    lock = (folder / "dvc.lock").read_text()
+    assert "encoding" in dvc("repro", "--force")
+    assert outs(folder) == before
+    # As after a kill between the stage's end and DVC's commit.
+    (folder / "dvc.lock").unlink()
+    assert "encoding" not in dvc("repro", "--force")
+    assert outs(folder) == before
+    assert (folder / "dvc.lock").read_text() == lock
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -320,17 +353,21 @@ WHEN: dict[str, Callable[[Path], bool]] = {
     "encoding": lambda folder: len(list(folder.glob(".work/tokenize/all/*/0*.safetensors"))) >= 6,
     "publishing": lambda folder: any(folder.glob(".work/tokenize/all/*/complete")),
 }
-FAST = {("learning", "SIGINT"), ("encoding", "SIGTERM group"), ("encoding", "SIGKILL")}
-HOWS = ("SIGTERM", "SIGINT", "SIGKILL", "SIGTERM group", "SIGINT group")
+FAST = [("encoding", "SIGTERM group"), ("encoding", "SIGKILL")]
+SLOW = [
+    ("learning", "SIGINT"),
+    ("learning", "SIGKILL"),
+    ("starting", "SIGTERM group"),
+    ("encoding", "SIGINT"),
+    ("encoding", "SIGINT group"),
+    ("encoding", "SIGTERM"),
+    ("publishing", "SIGTERM"),
+    ("publishing", "SIGKILL"),
+]
 
 
 @pytest.mark.parametrize(
-    ("when", "how"),
-    [
-        pytest.param(when, how, marks=() if (when, how) in FAST else pytest.mark.slow)
-        for when in WHEN
-        for how in HOWS
-    ],
+    ("when", "how"), [*FAST, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in SLOW)]
 )
 def test_a_stopped_run_leaves_nothing_that_looks_whole_and_the_next_goes_on_to_the_same_bytes(
     large: Path, everything: dict[str, bytes], when: str, how: str

@@ -35,14 +35,13 @@ class Merger:
         token_bytes: list[bytes],
         *,
         validation_every: int,
-        max_documents: int | None,
         vocab_size: int,
         tokenizer_sha256: str,
         shard_tokens: int,
     ):
         # An array of Python's objects, from which numpy takes many at a time.
         self._token_bytes = np.array([*token_bytes, None], object)[:-1]
-        self._validation_every, self._max_documents = validation_every, max_documents
+        self._validation_every = validation_every
         self._tokenizer_sha256 = tokenizer_sha256
         self._sha256 = {split: hashlib.sha256() for split in SPLITS}
         self._stack = ExitStack()
@@ -73,20 +72,15 @@ class Merger:
     ) -> None:
         self._stack.__exit__(error_type, error, traceback)
 
-    @property
-    def is_full(self) -> bool:
-        """There are as many documents as were asked for."""
-        return self._max_documents is not None and self.num_documents >= self._max_documents
-
     def add(self, part: TokenFile) -> None:
-        """Add the documents of a part, as many as are wanted.
+        """Add the documents of a part.
 
         Raises:
             DamagedPartError: its tokens are not those of its text.
         """
         text_sha256 = hashlib.sha256()
         if part.metadata["tokenizer_sha256"] != self._tokenizer_sha256:
-            raise DamagedPartError(f"{part.path}: was encoded with another tokenizer")
+            raise _damaged(part, "was encoded with another tokenizer")
         for first, last in _blocks(part.document_offsets):
             offsets = part.document_offsets[first : last + 1]
             tokens, num_bytes = part.tokens[offsets[0] : offsets[-1]], part.document_bytes[first:last]
@@ -95,7 +89,7 @@ class Merger:
             if len(text) == num_bytes.sum():
                 self._add_documents(tokens, np.diff(offsets), num_bytes, memoryview(text))
         if text_sha256.hexdigest() != part.metadata["text_sha256"]:
-            raise DamagedPartError(f"{part.path}: its tokens are not those of the text it was made from")
+            raise _damaged(part, "its tokens are not those of the text it was made from")
 
     def text_sha256(self, split: Split) -> str:
         """Of the texts of the split's documents, one after the other, in UTF-8."""
@@ -108,14 +102,10 @@ class Merger:
     def _add_documents(
         self, tokens: np.ndarray, lengths: np.ndarray, num_bytes: np.ndarray, text: memoryview
     ) -> None:
-        wanted = len(lengths)
-        if self._max_documents is not None:
-            wanted = min(wanted, self._max_documents - self.num_documents)
-        lengths, num_bytes = lengths[:wanted], num_bytes[:wanted]
-        tokens, ends = tokens[: lengths.sum()], np.cumsum(num_bytes)
+        documents, ends = len(lengths), np.cumsum(num_bytes)
         every = self._validation_every
-        is_validation = np.arange(self.num_documents, self.num_documents + wanted) % every == every - 1
-        self.num_documents += wanted
+        is_validation = np.arange(self.num_documents, self.num_documents + documents) % every == every - 1
+        self.num_documents += documents
 
         start = 0
         for document in np.flatnonzero(is_validation).tolist():
@@ -129,6 +119,10 @@ class Merger:
         for split, is_in in zip(SPLITS, (~is_validation, is_validation), strict=True):
             chosen = tokens[np.repeat(is_in, lengths)]
             self.splits[split].append_documents(chosen, lengths[is_in], num_bytes[is_in])
+
+
+def _damaged(part: TokenFile, how: str) -> DamagedPartError:
+    return DamagedPartError(f"{part.path}: {how}; delete it and run again: the others are kept")
 
 
 def _blocks(offsets: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -40,16 +40,13 @@ def encode_all(job: EncodingJob, units: Sequence[Unit]) -> int:
     return sum(sum(encode_unit(job, tokenizer, unit)) for unit in units)
 
 
-def merge_all(
-    job: EncodingJob, out: Path, shard_tokens: int = 10**6, max_documents: int | None = None
-) -> Merger:
+def merge_all(job: EncodingJob, out: Path, shard_tokens: int = 10**6) -> Merger:
     """All parts of the job, merged into `out`."""
     out.mkdir()
     merger = Merger(
         out,
         token_bytes(load_tokenizer(job.tokenizer)),
         validation_every=3,
-        max_documents=max_documents,
         vocab_size=VOCAB,
         tokenizer_sha256=job.tokenizer_sha256,
         shard_tokens=shard_tokens,

@@ -25,7 +25,6 @@ texts = st.lists(st.text(WORDS, min_size=1, max_size=60), min_size=1, max_size=1
     unit_bytes=st.integers(1, 400),
     part_text_bytes=st.integers(1, 200),
     tokens_at_a_time=st.integers(1, 40),
-    max_documents=st.none() | st.integers(1, 15),
 )
 def test_splits_are_those_of_the_documents_numbers(
     tmp_path_factory: pytest.TempPathFactory,
@@ -34,20 +33,17 @@ def test_splits_are_those_of_the_documents_numbers(
     unit_bytes: int,
     part_text_bytes: int,
     tokens_at_a_time: int,
-    max_documents: int | None,
 ) -> None:
     monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(merging, "_TOKENS_AT_A_TIME", tokens_at_a_time)
     folder = tmp_path_factory.mktemp("t")
     job = job_of(folder / "work", corpus_of(folder, texts), part_text_bytes)
     encode_all(job, corpus_units(job.corpus))
-    merger = merge_all(job, folder / "out", shard_tokens=50, max_documents=max_documents)
-    wanted = texts[:max_documents]
-    assert merger.num_documents == len(wanted)
-    assert merger.is_full == (len(wanted) == max_documents)
+    merger = merge_all(job, folder / "out", shard_tokens=50)
+    assert merger.num_documents == len(texts)
     for split, chosen in (
-        ("train", [text for index, text in enumerate(wanted) if index % 3 != 2]),
-        ("validation", wanted[2::3]),
+        ("train", [text for index, text in enumerate(texts) if index % 3 != 2]),
+        ("validation", texts[2::3]),
     ):
         shards = TokenShards.open(folder / "out", split)
         offsets = shards.document_offsets
