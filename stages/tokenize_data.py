@@ -263,7 +263,9 @@ def _positive(text: str) -> int:
 def _cores() -> int:
     """Those that this process may use, or what RAYON_NUM_THREADS says, as for the tokenizers library."""
     number = os.environ.get("RAYON_NUM_THREADS", "")
-    return int(number) if number.isdigit() and int(number) > 0 else len(os.sched_getaffinity(0))
+    if number.isdigit() and int(number) > 0:
+        return int(number)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ def _encode_in_processes(
         for _ in range(processes):
             worker = _Worker(job, threads)
             workers[worker.connection] = worker
-        for worker in workers.values():
-            for unit in itertools.islice(waiting, _UNITS_AHEAD):
+        for worker in itertools.islice(itertools.cycle(workers.values()), _UNITS_AHEAD * processes):
+            for unit in itertools.islice(waiting, 1):
                 worker.give(unit)
         while busy := [worker for worker in workers.values() if worker.units]:
             ready = multiprocessing.connection.wait([worker.connection for worker in busy])
