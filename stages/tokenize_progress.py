@@ -21,7 +21,10 @@ class ByteProgress:
 
     def __init__(self, what: str, total_bytes: int | None):
         self._what, self._total_bytes = what, total_bytes
-        self._text_bytes, self._bar_bytes = 0, 0.0
+        self.done_bytes = 0.0
+        """Where the bar is, of `total_bytes`."""
+        self._text_bytes = 0
+        self._began = self._shown = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -45,14 +48,14 @@ class ByteProgress:
         traceback: TracebackType | None,
     ) -> None:
         if exception_type is None:
-            self._bar_bytes = self._total_bytes or self._bar_bytes
+            self.done_bytes = self._total_bytes or self.done_bytes
             self._show()
         self._bar.stop()
 
     def add(self, text_bytes: int, bar_bytes: float | None = None) -> None:
         """So much more text is done; it moves the bar by `bar_bytes` where the two are not the same."""
         self._text_bytes += text_bytes
-        self._bar_bytes += text_bytes if bar_bytes is None else bar_bytes
+        self.done_bytes += text_bytes if bar_bytes is None else bar_bytes
         if time.monotonic() - self._shown >= self._interval:
             self._show()
 
@@ -60,9 +63,9 @@ class ByteProgress:
         self._shown = time.monotonic()
         megabytes, seconds = self._text_bytes / 1e6, max(self._shown - self._began, 1e-3)
         figures = f"{megabytes:,.1f} MB, {megabytes / seconds:.1f} MB/s"
-        self._bar.update(self._task, completed=self._bar_bytes, figures=figures)
+        self._bar.update(self._task, completed=self.done_bytes, figures=figures)
         if self._bar.disable:
-            share = f", {self._bar_bytes / self._total_bytes:.0%}" if self._total_bytes else ""
+            share = f", {self.done_bytes / self._total_bytes:.0%}" if self._total_bytes else ""
             print(f"{self._what}: {figures}{share}", flush=True)
 
 
@@ -90,7 +93,7 @@ class EncodingProgress(ByteProgress):
         self._whole_text = self._whole_disk = 0
         if len(missing) < len(units):
             print(f"{len(units) - len(missing)} of {len(units)} units were encoded before", flush=True)
-        self._bar_bytes = _num_bytes(units) - _num_bytes(missing)
+        self.done_bytes = _num_bytes(units) - _num_bytes(missing)
 
     def show(self, event: Encoded) -> None:
         number = event.unit.number
