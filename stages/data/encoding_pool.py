@@ -29,6 +29,7 @@ _UNITS_AHEAD = 2
 _SECONDS_BETWEEN_MESSAGES = 0.2
 # A signal to the process group ends the parent by an exception; a dead worker may be seen before it comes.
 _SECONDS_FOR_A_SIGNAL = 0.5
+_SECONDS_TO_LEAVE = 5.0
 
 
 class EncodingError(RuntimeError):
@@ -136,9 +137,12 @@ class _Worker:
         )
 
     def end(self) -> None:
+        """At once where it has units still; else it leaves by itself and cleans up what libraries left."""
+        self.connection.close()
+        if not self.units:
+            self._process.join(_SECONDS_TO_LEAVE)
         self._process.kill()
         self._process.join()
-        self.connection.close()
 
 
 def _work(job: EncodingJob, threads: int, connection: Connection) -> None:
