@@ -6,6 +6,7 @@ was killed goes on after its last whole part: the documents before are read agai
 
 import hashlib
 import itertools
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,22 +103,21 @@ class _Block:
 
     def __init__(self, writer: TokenFileWriter):
         self._writer = writer
-        self._tokens: list[np.ndarray] = []
+        self._tokens = array("I")
+        self._lengths: list[int] = []
         self._num_bytes: list[int] = []
-        self._num_tokens = 0
 
-    def append(self, tokens: np.ndarray, num_bytes: int) -> None:
-        self._tokens.append(tokens)
+    def append(self, tokens: "array[int]", num_bytes: int) -> None:
+        self._tokens += tokens
+        self._lengths.append(len(tokens))
         self._num_bytes.append(num_bytes)
-        self._num_tokens += len(tokens)
-        if self._num_tokens >= _TOKENS_PER_WRITE:
+        if len(self._tokens) >= _TOKENS_PER_WRITE:
             self.write()
 
     def write(self) -> None:
-        if self._tokens:
-            lengths = np.array([len(tokens) for tokens in self._tokens])
-            self._writer.append_documents(np.concatenate(self._tokens), lengths, np.array(self._num_bytes))
-        self._tokens, self._num_bytes, self._num_tokens = [], [], 0
+        tokens = np.array(self._tokens)  # of a buffer, at once
+        self._writer.append_documents(tokens, np.array(self._lengths), np.array(self._num_bytes))
+        self._tokens, self._lengths, self._num_bytes = array("I"), [], []
 
 
 def _part_path(folder: Path, unit: Unit, number: int) -> Path:
