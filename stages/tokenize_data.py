@@ -1,127 +1,220 @@
 """The tokenize stage: the corpus that params.yaml names becomes data/tokens/.
 
-Run it with `python -m stages.tokenize_data`, or through `dvc repro`.
+Run it with `python -m stages.tokenize_data`, or through `dvc repro`. It goes on from what was encoded
+before it was stopped. Several jobs, on several machines perhaps, can each encode a part of the corpus
+(`--shard 3/16`); run without --shard, it takes what they have made and encodes what is missing.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
+import re
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
-from stages.data.documents import CorpusError, Document, Split
-from stages.data.sources import describe_corpus, iterate_documents, total_text_bytes
+from stages.container_image import ContainerImageError
+from stages.data.documents import CorpusError
+from stages.data.encoding import EncodingJob, whole_parts
+from stages.data.encoding_pool import EncodingError, encode_units
+from stages.data.merging import SPLITS, DamagedPartError, Merger
+from stages.data.sources import check_document_count, describe_corpus, iterate_documents, total_text_bytes
 from stages.data.special_tokens import SPECIAL_TOKENS
-from stages.data.token_files import TokenFileWriter
-from stages.data.tokenizer import encode_documents, train_tokenizer
+from stages.data.token_files import TokenFileError
+from stages.data.tokenizer import load_tokenizer, token_bytes, train_tokenizer, use_threads
 from stages.interruption import run_interruptible
-from stages.outs import out_folder
-from stages.params import Params, ParamsError, TokenizerParams, TrainingParams, load_params
+from stages.outs import publish_folder, write_out
+from stages.params import HubCorpus, Params, ParamsError, TrainingParams, load_params
+from stages.tokenize_progress import EncodingProgress, documents_with_progress
+from stages.tokenize_work import Shard, TokenizeWork, hold_tokenize_work
+from stages.work_folder import WorkFolderError
 
 OUT = Path("data/tokens")
-SPLITS: tuple[Split, ...] = ("train", "validation")
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m stages.tokenize_data", description=__doc__).parse_args(arguments)
-    outcome = f"nothing of {OUT} was written; `dvc repro` runs it again"
-    return run_interruptible("tokenize", _run, outcome)
+    parser = argparse.ArgumentParser(prog="python -m stages.tokenize_data", description=__doc__)
+    parser.add_argument("--shard", metavar="I/N", type=_shard, help="encode part I of N only, counted from 1")
+    parser.add_argument("--workers", metavar="N", type=_positive, default=_cores(), help="cores to use")
+    parser.add_argument("--fresh", action="store_true", help="start over, whatever is encoded")
+    options = parser.parse_args(arguments)
+    shard: Shard | None = options.shard
+    if shard is None:
+        name, outcome = "tokenize", f"nothing of {OUT} was written; `dvc repro` goes on from what is encoded"
+    else:
+        name = f"tokenize --shard {shard.number}/{shard.of}"
+        outcome = "the same command goes on from what is encoded"
+    return run_interruptible(name, lambda: _run(name, shard, options.workers, options.fresh), outcome)
 
 
-def _run() -> int:
+def _run(name: str, shard: Shard | None, workers: int, fresh: bool) -> int:
     try:
         params = load_params()
-        _use_threads(params.tokenizer)
-        tokenize(params, OUT)
-    except (ParamsError, CorpusError, OSError) as error:
-        print(f"tokenize: {error}", file=sys.stderr)
+        use_threads(workers)
+        if shard is None:
+            tokenize(params, OUT, workers=workers, fresh=fresh)
+        else:
+            encode_shard(params, shard, workers=workers, fresh=fresh)
+    except (
+        ParamsError,
+        CorpusError,
+        WorkFolderError,
+        EncodingError,
+        DamagedPartError,
+        TokenFileError,
+        ContainerImageError,
+        OSError,
+    ) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def tokenize(params: Params, out: Path) -> None:
-    """Write tokenizer.json, train.safetensors, validation.safetensors and meta.json into `out`.
+def tokenize(params: Params, out: Path, *, workers: int = 1, fresh: bool = False) -> None:
+    """Write tokenizer.json, the token files of both splits and meta.json into `out`.
 
-    The folder appears under its name when it is complete; the same corpus and params give the same
-    bytes.
+    The folder appears under its name when it is complete. The same corpus and params give the same bytes,
+    with any number of workers, stopped and gone on with or not, and by whatever shards.
+
+    Args:
+        workers: cores to use.
+        fresh: leave what was encoded before.
 
     Raises:
         CorpusError: the corpus cannot be used, or a split is too small for one sequence.
+        WorkFolderError: another process is at it.
+        EncodingError: a process that encodes died.
+        DamagedPartError: what was encoded before is damaged.
     """
-    with out_folder(out) as folder:
-        _write_all(params, folder)
-
-
-def _use_threads(tokenizer: TokenizerParams) -> None:
-    # Rayon reads this once, when tokenizers first runs in parallel.
-    if tokenizer.workers is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(tokenizer.workers)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-
-
-def _write_all(params: Params, folder: Path) -> None:
     started = time.monotonic()
-    total = total_text_bytes(params.corpus)
-    tokenizer = _learn_tokenizer(params, total)
-    tokenizer_json = tokenizer.to_str(pretty=True).encode("utf-8")
-    (folder / "tokenizer.json").write_bytes(tokenizer_json)
-    tokenizer_sha256 = hashlib.sha256(tokenizer_json).hexdigest()
-    text_sha256 = {split: hashlib.sha256() for split in SPLITS}
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(
-                TokenFileWriter(
-                    folder / f"{split}.safetensors",
-                    split=split,
-                    vocab_size=params.tokenizer.vocab_size,
-                    tokenizer_sha256=tokenizer_sha256,
-                )
-            )
-            for split in SPLITS
-        }
-        documents = _with_progress("encoding", iterate_documents(params.corpus), total)
-        for document, tokens in encode_documents(tokenizer, documents):
-            text = document.text.encode("utf-8")
-            text_sha256[document.split].update(text)
-            writers[document.split].append(tokens, len(text))
+    with hold_tokenize_work(params, None, fresh=fresh) as work:
+        if work.is_committed(out):
+            work.clear()
+        if not work.complete.exists():
+            _encode_and_merge(params, work, workers)
+        work.remove_parts()
+        meta = json.loads((work.complete / "meta.json").read_text())
+        _check_size(meta["splits"], params.training)
+        publish_folder({path.name: path for path in work.complete.iterdir()}, out)
+    _print_summary(meta["splits"], time.monotonic() - started)
 
-    _check_size(writers, params.training)
+
+def encode_shard(params: Params, shard: Shard, *, workers: int = 1, fresh: bool = False) -> None:
+    """Encode the units of one shard, for `tokenize` to merge.
+
+    Raises:
+        As `tokenize`.
+    """
+    if isinstance(params.corpus, HubCorpus) and params.corpus.max_documents is not None:
+        raise CorpusError(
+            "corpus.max_documents: only who reads all documents before it knows which one is the last, so "
+            "it cannot be encoded in shards; leave it out, or run without --shard"
+        )
+    started = time.monotonic()
+    with hold_tokenize_work(params, shard, fresh=fresh) as work:
+        units = shard.units(work.units)
+        whole = work.whole_units(units)
+        missing = [unit for unit in units if unit.number not in whole]
+        job = _learned(params, work)
+        events = encode_units(job, missing, workers)
+        with contextlib.closing(events), EncodingProgress(units, missing) as progress:
+            for event in events:
+                progress.show(event)
+        parts = [part for unit in units for part in whole_parts(work.folder, unit)]
+        num_documents = sum(part.num_documents for part in parts)
+        print(
+            f"shard {shard.number} of {shard.of}: {num_documents:,} documents in {len(units)} of "
+            f"{len(work.units)} units, {time.monotonic() - started:.1f} s, in {work.folder}"
+        )
+
+
+def _encode_and_merge(params: Params, work: TokenizeWork, workers: int) -> None:
+    whole = work.whole_units(work.units)
+    missing = [unit for unit in work.units if unit.number not in whole]
+    job = _learned(params, work)
+    tokenizer = load_tokenizer(job.tokenizer)
+    half = work.complete.with_name("complete.part")
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir()
+    merged = 0
+
+    def merge_one() -> None:
+        """The next unit in the order of the corpus, where it is whole."""
+        nonlocal merged
+        if merged in whole:
+            for part in whole_parts(whole[merged], work.units[merged]):
+                merger.add(part)
+            merged += 1
+
+    with Merger(
+        half,
+        token_bytes(tokenizer),
+        validation_every=params.corpus.validation_every,
+        vocab_size=params.tokenizer.vocab_size,
+        tokenizer_sha256=job.tokenizer_sha256,
+        shard_tokens=params.tokenizer.shard_tokens,
+    ) as merger:
+        events = encode_units(job, missing, workers)
+        with contextlib.closing(events), EncodingProgress(work.units, missing) as progress:
+            for event in events:
+                progress.show(event)
+                if event.is_whole:
+                    whole[event.unit.number] = work.folder
+                merge_one()  # beside the encoding, which goes on
+        while merged < len(work.units):
+            merge_one()
+    check_document_count(params.corpus, merger.num_documents)
     meta = {
         "corpus": describe_corpus(params.corpus),
         "tokenizer": {
             "vocab_size": params.tokenizer.vocab_size,
             "learned_vocab_size": tokenizer.get_vocab_size(),
-            "sha256": tokenizer_sha256,
+            "sha256": job.tokenizer_sha256,
             "special_tokens": {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS},
         },
         "splits": {
             split: {
-                "documents": writers[split].num_documents,
-                "tokens": writers[split].num_tokens,
-                "bytes": writers[split].num_bytes,
-                "text_sha256": text_sha256[split].hexdigest(),
+                "documents": merger.splits[split].num_documents,
+                "tokens": merger.splits[split].num_tokens,
+                "bytes": merger.splits[split].num_bytes,
+                "text_sha256": merger.text_sha256(split),
             }
             for split in SPLITS
         },
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-    _print_summary(writers, time.monotonic() - started)
+    write_out(half / "tokenizer.json", work.tokenizer.read_bytes())
+    write_out(half / "meta.json", json.dumps(meta, indent=2) + "\n")
+    half.rename(work.complete)
 
 
-def _learn_tokenizer(params: Params, total_bytes: int | None) -> Tokenizer:
+def _learned(params: Params, work: TokenizeWork) -> EncodingJob:
+    """What the units are encoded with; learns the tokenizer where no job has yet."""
+    tokenizer_json = work.known_tokenizer()
+    if tokenizer_json is None:
+        tokenizer_json = _learn_tokenizer(params).to_str(pretty=True).encode("utf-8")
+    if not work.tokenizer.exists():
+        write_out(work.tokenizer, tokenizer_json)
+    return EncodingJob(
+        params.corpus,
+        work.tokenizer,
+        hashlib.sha256(tokenizer_json).hexdigest(),
+        params.tokenizer.vocab_size,
+        work.folder,
+    )
+
+
+def _learn_tokenizer(params: Params) -> Tokenizer:
     vocab_size, training_bytes = params.tokenizer.vocab_size, params.tokenizer.training_bytes
-    documents = _with_progress(
+    total_bytes = total_text_bytes(params.corpus) or training_bytes
+    documents = documents_with_progress(
         "learning merges",
         iterate_documents(params.corpus, "train"),
-        min(total_bytes, training_bytes) if total_bytes else None,
+        min(total_bytes, training_bytes),
     )
     tokenizer = train_tokenizer((document.text for document in documents), vocab_size, training_bytes)
     if tokenizer.get_vocab_size() < vocab_size:
@@ -132,57 +225,47 @@ def _learn_tokenizer(params: Params, total_bytes: int | None) -> Tokenizer:
     return tokenizer
 
 
-def _check_size(writers: dict[Split, TokenFileWriter], training: TrainingParams) -> None:
+def _check_size(splits: dict[str, dict[str, int]], training: TrainingParams) -> None:
     """Say now, and not after the training, that a split has not even one packed sequence."""
-    for split, writer in writers.items():
-        if training.sequences == "packed" and writer.num_tokens < training.sequence_length + 1:
+    for split, counts in splits.items():
+        if training.sequences == "packed" and counts["tokens"] < training.sequence_length + 1:
             raise CorpusError(
-                f"corpus: the {split} split has {writer.num_tokens} tokens in {writer.num_documents} "
+                f"corpus: the {split} split has {counts['tokens']} tokens in {counts['documents']} "
                 f"documents, too few for one sequence of training.sequence_length "
                 f"{training.sequence_length} and its last target; use more text, another "
                 "corpus.validation_every, or shorter sequences"
             )
 
 
-def _print_summary(writers: dict[Split, TokenFileWriter], seconds: float) -> None:
-    for split, writer in writers.items():
+def _print_summary(splits: dict[str, dict[str, int]], seconds: float) -> None:
+    for split, counts in splits.items():
         print(
-            f"{split}: {writer.num_documents:,} documents, {writer.num_bytes / 1e6:,.2f} MB, "
-            f"{writer.num_tokens:,} tokens ({writer.num_bytes / writer.num_tokens:.2f} bytes a token)"
+            f"{split}: {counts['documents']:,} documents, {counts['bytes'] / 1e6:,.2f} MB, "
+            f"{counts['tokens']:,} tokens ({counts['bytes'] / counts['tokens']:.2f} bytes a token)"
         )
-    megabytes = sum(writer.num_bytes for writer in writers.values()) / 1e6
+    megabytes = sum(counts["bytes"] for counts in splits.values()) / 1e6
     print(f"tokenized {megabytes:,.2f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)")
 
 
-def _with_progress(what: str, documents: Iterable[Document], total_bytes: int | None) -> Iterator[Document]:
-    """`documents`, with a bar on a terminal and now and then a line elsewhere."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[read]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-        task = progress.add_task(what, total=total_bytes, read="")
-        started = shown = time.monotonic()
-        seconds_between_updates = _SECONDS_BETWEEN_LINES if progress.disable else 0.1
-        num_bytes = 0
+def _shard(text: str) -> Shard:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 1 to N, such as 3/16")
+    return Shard(int(match[1]), int(match[2]))
 
-        def show() -> None:
-            megabytes, seconds = num_bytes / 1e6, max(time.monotonic() - started, 1e-3)
-            read = f"{megabytes:,.1f} MB, {megabytes / seconds:.1f} MB/s"
-            progress.update(task, completed=num_bytes, read=read)
-            if progress.disable:
-                print(f"{what}: {read}", flush=True)
 
-        for document in documents:
-            yield document
-            num_bytes += len(document.text.encode("utf-8"))
-            if time.monotonic() - shown >= seconds_between_updates:
-                shown = time.monotonic()
-                show()
-        show()
-        progress.update(task, total=num_bytes)
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of cores, 1 or more")
+    return int(text)
+
+
+def _cores() -> int:
+    """Those that this process may use, or what RAYON_NUM_THREADS says, as for the tokenizers library."""
+    number = os.environ.get("RAYON_NUM_THREADS", "")
+    if number.isdigit() and int(number) > 0:
+        return int(number)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

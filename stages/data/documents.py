@@ -24,7 +24,7 @@ def split_of(index: int, validation_every: int) -> Split:
     return "validation" if index % validation_every == validation_every - 1 else "train"
 
 
-def without_lone_surrogates(text: str, place: str, encoding_errors: Literal["fail", "replace"]) -> str:
+def without_lone_surrogates(text: str, place: object, encoding_errors: Literal["fail", "replace"]) -> str:
     r"""`text` as it can be written in UTF-8.
 
     JSON can spell half of a surrogate pair (`"\ud83d"`), which is no character.

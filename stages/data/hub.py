@@ -13,14 +13,24 @@ from stages.params import HubCorpus
 _ROWS_PER_BATCH = 256
 
 
-def iterate_hub_texts(corpus: HubCorpus) -> Iterator[str]:
-    """The text of every row, in the dataset's order.
+def count_hub_files(corpus: HubCorpus) -> int:
+    """How many files the split is stored in; each can be read without the others.
+
+    Raises:
+        CorpusError: as `iterate_hub_texts`.
+    """
+    return int(_open_split(corpus).num_shards)
+
+
+def iterate_hub_texts(corpus: HubCorpus, file: int | None = None) -> Iterator[str]:
+    """The text of every row in the dataset's order, or of the rows of one of its files.
 
     Raises:
         CorpusError: the hub cannot be reached, or the dataset, its revision, configuration, split or
             column does not exist.
     """
-    rows = _open_rows(corpus)
+    split = _open_split(corpus)
+    rows = iter(split if file is None else split.shard(split.num_shards, file))
     try:
         for number in itertools.count():
             try:
@@ -40,11 +50,11 @@ def iterate_hub_texts(corpus: HubCorpus) -> Iterator[str]:
             yield without_lone_surrogates(text or "", f"{corpus.dataset}, row {number}", "replace")
     finally:
         # A parquet scanner that outlives the interpreter aborts the process (apache/arrow#45214).
-        del rows
+        del rows, split
         gc.collect()
 
 
-def _open_rows(corpus: HubCorpus) -> Iterator[dict[str, Any]]:
+def _open_split(corpus: HubCorpus) -> Any:
     # huggingface_hub reads these when it is imported; 10 s, its default, is short for a busy hub.
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "30")
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "30")
@@ -55,7 +65,7 @@ def _open_rows(corpus: HubCorpus) -> Iterator[dict[str, Any]]:
         builder = datasets.load_dataset_builder(corpus.dataset, corpus.config, revision=corpus.revision)
         if hasattr(builder.config, "batch_size"):  # parquet: else a row group is one batch
             builder.config.batch_size = _ROWS_PER_BATCH
-        return iter(builder.as_streaming_dataset(split=corpus.split))
+        return builder.as_streaming_dataset(split=corpus.split)
     except Exception as error:
         raise _unreachable(corpus, error) from error
 

