@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from tokenizers import Tokenizer
 
 from stages.data.special_tokens import BOT, BOT_ID, EOT, EOT_ID, PAD, PAD_ID
-from stages.data.token_files import TokenFile, TokenFileError
+from stages.data.token_files import TokenFileError
+from stages.data.token_shards import TokenShards
 from stages.data.tokenizer import TokenizerError, decode, load_tokenizer
 from stages.evaluation.sampling import continue_tokens
 from stages.evaluation.validation_loss import DocumentLosses, document_losses
@@ -66,7 +67,7 @@ def evaluate(params: Params, variant: str) -> None:
     if device.type == "cpu":
         keep_freed_memory()
     set_float32_matmul("fp32", device)
-    validation = TokenFile.open(TOKENS / "validation.safetensors")
+    validation = TokenShards.open(TOKENS, "validation")
     tokenizer = load_tokenizer(TOKENS / "tokenizer.json")
     model_folder = Path("models") / variant
     model = Llama(params.model, params.tokenizer.vocab_size)
@@ -97,7 +98,7 @@ def evaluate(params: Params, variant: str) -> None:
     )
 
 
-def _validation_losses(model: Llama, validation: TokenFile, params: Params, variant: str) -> DocumentLosses:
+def _validation_losses(model: Llama, validation: TokenShards, params: Params, variant: str) -> DocumentLosses:
     columns = (
         TextColumn("[bold]evaluate {task.description}"),
         BarColumn(),

@@ -21,7 +21,8 @@ import torch
 
 from stages.container_image import ContainerImageError, container_image
 from stages.data.sequences import PackedSequences, PaddedSequences, SequencesError, make_sequences
-from stages.data.token_files import TokenFile, TokenFileError
+from stages.data.token_files import TokenFileError
+from stages.data.token_shards import TokenShards
 from stages.fingerprint import train_fingerprint
 from stages.interruption import EXIT_INTERRUPTED, Interrupted, StopSignals, stop_signals
 from stages.measure.compilation import CompileWatch
@@ -313,15 +314,15 @@ def _print_end(run: TrainRun, state: TrainState, record: TrainRecord, figures: d
 
 
 def _train_sequences(params: Params) -> PackedSequences | PaddedSequences:
-    token_file = TokenFile.open(TOKENS / "train.safetensors")
-    if token_file.vocab_size != params.tokenizer.vocab_size:
+    split = TokenShards.open(TOKENS, "train")
+    if split.vocab_size != params.tokenizer.vocab_size:
         raise TokenFileError(
-            f"{token_file.path} was made for tokenizer.vocab_size {token_file.vocab_size}, params.yaml says "
+            f"{split.path} was made for tokenizer.vocab_size {split.vocab_size}, params.yaml says "
             f"{params.tokenizer.vocab_size}; run `dvc repro tokenize`"
         )
     if not TOKENS_META.exists():
         raise TokenFileError(f"{TOKENS_META}: no such file; run `dvc repro tokenize`")
-    return make_sequences(token_file, params.training.sequences, params.training.sequence_length)
+    return make_sequences(split, params.training.sequences, params.training.sequence_length)
 
 
 if __name__ == "__main__":

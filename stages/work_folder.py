@@ -50,7 +50,7 @@ def hold_work_folder(
     try:
         lock = _wait_for_lock(folder)
         if lock is None:
-            raise WorkFolderError(_held_message(folder, variant))
+            raise WorkFolderError(_held_message(folder, stage, variant))
     except OSError as error:
         raise _unusable(folder, error) from None
     _locks.add(lock)
@@ -123,15 +123,16 @@ def _sign(lock: int) -> None:
     os.pwrite(lock, json.dumps(holder).encode(), 0)
 
 
-def _held_message(folder: Path, variant: str) -> str:
+def _held_message(folder: Path, stage: str, variant: str) -> str:
+    does = "trains" if stage == "train" else f"is at {stage},"
     try:
         holder = json.loads((folder / _LOCK).read_text())
         pid, host, since = int(holder["pid"]), str(holder["host"]), float(holder["since"])
     except (OSError, ValueError, KeyError, TypeError):
-        return f"another process trains {variant} with these params; wait for it or stop it"
+        return f"another process {does} {variant} with these params; wait for it or stop it"
     start = datetime.fromtimestamp(since).isoformat(timespec="seconds")
     return (
-        f"process {pid} on {host} trains {variant} with these params since {start} "
+        f"process {pid} on {host} {does} {variant} with these params since {start} "
         f"({_ago(time.time() - since)}); wait for it or stop it: `kill {pid}` lets it save"
     )
 
@@ -146,7 +147,7 @@ def _ago(seconds: float) -> str:
 def _unusable(folder: Path, error: OSError) -> WorkFolderError:
     reason = error.strerror or str(error)
     return WorkFolderError(
-        f"{folder}: cannot be used to keep checkpoints in progress ({reason}); make it a writable folder "
+        f"{folder}: cannot be used to keep work in progress ({reason}); make it a writable folder "
         "on a disk with free space"
     )
 

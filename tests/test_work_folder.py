@@ -338,6 +338,6 @@ def test_a_full_disk_is_named_with_the_reason(start: Start, tmp_path: Path) -> N
     )
     assert (ran.returncode, ran.stderr) == (1, "")
     assert ran.stdout == (
-        f"{tmp_path}/train/baseline/0123456789abcdef: cannot be used to keep checkpoints in progress "
+        f"{tmp_path}/train/baseline/0123456789abcdef: cannot be used to keep work in progress "
         "(File too large); make it a writable folder on a disk with free space\n"
     )

@@ -15,6 +15,7 @@ import torch
 from stages.data.sequences import IGNORE_INDEX
 from stages.data.special_tokens import PAD_ID
 from stages.data.token_files import TokenFile
+from stages.data.token_shards import TokenShards
 from stages.model.llama import Llama
 from stages.model.loss import token_losses
 
@@ -49,7 +50,7 @@ class DocumentLosses:
 @torch.no_grad()
 def document_losses(
     model: Llama,
-    token_file: TokenFile,
+    split: TokenFile | TokenShards,
     window_tokens: int,
     batch_size: int,
     on_progress: Callable[[int], object] = lambda tokens: None,
@@ -62,23 +63,23 @@ def document_losses(
 
     Args:
         model: in eval or train mode alike (there is no dropout), on any device.
-        token_file: validation documents.
+        split: validation documents.
         window_tokens: inputs in one window; the training's sequence length.
         batch_size: windows in one forward pass.
         on_progress: called with the number of targets done, batch by batch.
     """
     device = model.embed_tokens.weight.device
-    documents = token_file.num_documents
+    documents = split.num_documents
     nats, tokens = np.zeros(documents), np.zeros(documents, np.int64)
-    windows = sorted(_windows(token_file.document_offsets, window_tokens), key=lambda w: w[1] - w[2])
+    windows = sorted(_windows(split.document_offsets, window_tokens), key=lambda w: w[1] - w[2])
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
         width = max(end - start for _, start, end in batch)
         inputs = np.full((len(batch), width), PAD_ID, np.int64)
         targets = np.full((len(batch), width), IGNORE_INDEX, np.int64)
         for row, (_, start, end) in enumerate(batch):
-            inputs[row, : end - start] = token_file.tokens[start:end]
-            targets[row, : end - start] = token_file.tokens[start + 1 : end + 1]
+            inputs[row, : end - start] = split.tokens[start:end]
+            targets[row, : end - start] = split.tokens[start + 1 : end + 1]
         hidden_BSD = model(torch.from_numpy(inputs).to(device))
         losses = token_losses(
             hidden_BSD.flatten(0, 1),
@@ -91,7 +92,7 @@ def document_losses(
             nats[document] += value
             tokens[document] += end - start
         on_progress(sum(end - start for _, start, end in batch))
-    return DocumentLosses(nats, tokens, np.asarray(token_file.document_bytes, np.int64))
+    return DocumentLosses(nats, tokens, np.asarray(split.document_bytes, np.int64))
 
 
 def _windows(document_offsets: np.ndarray, window_tokens: int) -> Iterator[tuple[int, int, int]]:

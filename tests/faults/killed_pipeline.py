@@ -66,7 +66,7 @@ MOMENTS = {
     ),
     "half published": Moment(lambda root, variant: (root / "models" / variant).exists()),
     "published": Moment(lambda root, variant: (root / f"results/measurements/{variant}.csv").exists()),
-    "tokenizing": Moment(lambda root, _: (root / "data/.tokens.part").exists(), 0.1),
+    "tokenizing": Moment(lambda root, _: any(root.glob(".work/tokenize/all/*/lock")), 0.5),
     "tokenized": Moment(lambda root, _: (root / "data/tokens").exists()),
     "evaluated": Moment(lambda root, variant: (root / "hugging_face" / variant).exists()),
 }
