@@ -26,7 +26,7 @@ from stages.data.merging import SPLITS, DamagedPartError, Merger
 from stages.data.sources import check_document_count, describe_corpus, iterate_documents, total_text_bytes
 from stages.data.special_tokens import SPECIAL_TOKENS
 from stages.data.token_files import TokenFileError
-from stages.data.tokenizer import load_tokenizer, token_bytes, train_tokenizer, use_threads
+from stages.data.tokenizer import TokenizerError, load_tokenizer, token_bytes, train_tokenizer, use_threads
 from stages.interruption import run_interruptible
 from stages.outs import publish_folder, write_out
 from stages.params import HubCorpus, Params, ParamsError, TrainingParams, load_params
@@ -67,6 +67,7 @@ def _run(name: str, shard: Shard | None, workers: int, fresh: bool) -> int:
         EncodingError,
         DamagedPartError,
         TokenFileError,
+        TokenizerError,
         ContainerImageError,
         OSError,
     ) as error:
@@ -197,7 +198,7 @@ def _learned(params: Params, work: TokenizeWork) -> EncodingJob:
     tokenizer_json = work.known_tokenizer()
     if tokenizer_json is None:
         tokenizer_json = _learn_tokenizer(params).to_str(pretty=True).encode("utf-8")
-    if not work.tokenizer.exists():
+    if not work.tokenizer.exists() or work.tokenizer.read_bytes() != tokenizer_json:
         write_out(work.tokenizer, tokenizer_json)
     return EncodingJob(
         params.corpus,

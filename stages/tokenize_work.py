@@ -4,9 +4,11 @@
 .work/tokenize/shard-3-of-16/FINGERPRINT/  tokenizer.json and the parts of `--shard 3/16`
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,11 +17,15 @@ from pathlib import Path
 from stages.container_image import container_image
 from stages.data.encoding import is_last, whole_parts
 from stages.data.sources import Unit, corpus_units, describe_corpus
+from stages.data.tokenizer import TokenizerError, load_tokenizer
+from stages.outs import write_out
 from stages.params import Params
 from stages.tracking import outs_md5_tags, work_root
 from stages.work_folder import hold_work_folder
 
 _STAGE = "tokenize"
+_SEEN = "corpus.json"
+"""In the folder of a shard: whose files it was encoded from, and when they were changed last."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,12 @@ class TokenizeWork:
         return found
 
     def known_tokenizer(self) -> bytes | None:
-        """The tokenizer.json that this or another job has learned."""
+        """The tokenizer.json that this or another job has learned; one that was copied half is none."""
         for folder in (self.folder, *self.others):
-            if (folder / self.tokenizer.name).exists():
-                return (folder / self.tokenizer.name).read_bytes()
+            path = folder / self.tokenizer.name
+            with contextlib.suppress(TokenizerError):  # a missing one is one too
+                load_tokenizer(path)
+                return path.read_bytes()
         return None
 
     def is_committed(self, out: Path) -> bool:
@@ -85,12 +93,20 @@ class TokenizeWork:
     def clear(self) -> None:
         shutil.rmtree(self.complete)
         self.tokenizer.unlink(missing_ok=True)
-        self.remove_parts()
+        _remove_parts(self.folder)
 
     def remove_parts(self) -> None:
+        """Those of all jobs, which are merged now."""
         for folder in (self.folder, *self.others):
-            for part in folder.glob("*.safetensors"):
-                part.unlink()
+            _remove_parts(folder)
+        for folder in self.others:  # learned from files that another machine may have changed since
+            (folder / self.tokenizer.name).unlink(missing_ok=True)
+
+
+def _remove_parts(folder: Path) -> None:
+    for pattern in ("*.safetensors", ".*.partial"):
+        for part in folder.glob(pattern):
+            part.unlink()
 
 
 @contextmanager
@@ -105,11 +121,19 @@ def hold_tokenize_work(params: Params, shard: Shard | None, *, fresh: bool) -> I
     root, fingerprint = work_root(), _fingerprint(params, units)
     with ExitStack() as stack:
         if shard is not None:
-            held = hold_work_folder(root, _STAGE, shard.name, fingerprint, fresh=fresh)
-            yield TokenizeWork(stack.enter_context(held), (), units)
+            folder = root / _STAGE / shard.name / fingerprint[:16]
+            again = fresh or _is_stale(folder, units)
+            held = hold_work_folder(root, _STAGE, shard.name, fingerprint, fresh=again)
+            work = TokenizeWork(stack.enter_context(held), (), units)
+            write_out(work.folder / _SEEN, json.dumps({"place": _place(), "times": _times(units)}))
+            yield work
             return
         others = [
-            stack.enter_context(hold_work_folder(root, _STAGE, folder.parent.name, fingerprint, fresh=fresh))
+            stack.enter_context(
+                hold_work_folder(
+                    root, _STAGE, folder.parent.name, fingerprint, fresh=fresh or _is_stale(folder, units)
+                )
+            )
             for folder in sorted((root / _STAGE).glob(f"shard-*-of-*/{fingerprint[:16]}"))
         ]
         local = _sha256([fingerprint, params.tokenizer.shard_tokens, _times(units)])
@@ -117,10 +141,25 @@ def hold_tokenize_work(params: Params, shard: Shard | None, *, fresh: bool) -> I
         yield TokenizeWork(stack.enter_context(held), tuple(others), units)
 
 
+def _is_stale(folder: Path, units: Sequence[Unit]) -> bool:
+    """Whether it was encoded here, from files that have changed since; of another machine's nobody knows."""
+    try:
+        seen = json.loads((folder / _SEEN).read_text())
+        return bool(seen["place"] == _place() and seen["times"] != _times(units))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _place() -> str:
+    """This checkout on this machine."""
+    return f"{socket.gethostname()}:{Path.cwd()}"
+
+
 def _fingerprint(params: Params, units: Sequence[Unit]) -> str:
     """64 hex digits; equal for two jobs, on two machines perhaps, whose parts fit together."""
     stages = Path(__file__).parent
-    code = [*sorted((stages / "data").glob("*.py")), stages / "params/data.py", stages / "tokenize_data.py"]
+    others = ("params/data.py", "tokenize_data.py", "tokenize_work.py")
+    code = [*sorted((stages / "data").glob("*.py")), *(stages / name for name in others)]
     parts = [part for unit in units for part in unit.parts]
     return _sha256(
         {

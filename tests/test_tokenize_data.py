@@ -234,7 +234,8 @@ def test_more_shards_than_units(large: Path, everything: dict[str, bytes]) -> No
 
 def test_who_merges_waits_for_a_shard_that_is_encoded_now(large: Path) -> None:
     shard = run_stage(large, "--shard", "1/2", "--workers", "1")
-    wait_until(shard, lambda: any(large.glob(".work/tokenize/shard-1-of-2/*/*.json")))
+    held = ".work/tokenize/shard-1-of-2/*/lock"  # learning the merges still lies before it
+    wait_until(shard, lambda: any(lock.stat().st_size > 0 for lock in large.glob(held)))
     os.killpg(shard.pid, signal.SIGSTOP)
     merging = run_stage(large)
     _, errors = merging.communicate(timeout=60)
@@ -254,6 +255,37 @@ def test_a_changed_file_of_the_same_size_is_tokenized_afresh(folder: Path) -> No
     corpus.write_text(corpus.read_text().replace("quick", "thick"))
     assert main([]) == 0
     assert outs(folder)["train.safetensors"] != before["train.safetensors"]
+
+
+def test_a_shard_of_files_that_changed_since_is_not_merged(folder: Path) -> None:
+    corpus = folder / "corpus.jsonl"
+    assert main(["--shard", "1/1"]) == 0
+    corpus.write_text(corpus.read_text().replace("quick", "thick"))
+    assert main([]) == 0
+    found = outs(folder)
+    assert main(["--fresh"]) == 0
+    assert outs(folder) == found
+
+
+def test_a_shard_s_tokenizer_is_not_used_after_the_merge(folder: Path) -> None:
+    corpus = folder / "corpus.jsonl"
+    assert main(["--shard", "1/1"]) == 0
+    assert main([]) == 0
+    corpus.write_text(corpus.read_text().replace("quick", "brick"))
+    assert main([]) == 0
+    found = outs(folder)
+    assert main(["--fresh"]) == 0
+    assert outs(folder) == found
+
+
+def test_a_tokenizer_that_was_copied_half_is_learned_again(folder: Path) -> None:
+    assert main(["--shard", "1/1"]) == 0
+    (path,) = folder.glob(".work/tokenize/shard-1-of-1/*/tokenizer.json")
+    path.write_text(path.read_text()[:100])
+    assert main([]) == 0
+    found = outs(folder)
+    assert main(["--fresh"]) == 0
+    assert outs(folder) == found
 
 
 def test_a_complete_run_is_published_again_without_encoding(

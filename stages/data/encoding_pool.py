@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -107,7 +108,14 @@ class _Worker:
         self._process: SpawnProcess = context.Process(
             target=_work, args=(job, threads, theirs), name="encode", daemon=True
         )
-        self._process.start()
+        # Blocked until `_work` ignores them: a signal to the group would print a traceback while it imports.
+        # The start of multiprocessing's tracker unblocks them, so that comes first.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def give(self, unit: Unit) -> None:

@@ -196,8 +196,9 @@ class TokenShardsWriter:
         ).__enter__()
 
     def _end_file(self, error: BaseException | None) -> None:
-        assert self._writer is not None
-        self._writer.__exit__(type(error) if error else None, error, None)
+        writer, self._writer = self._writer, None
+        if writer is not None:  # None: ending one file, or beginning the next, has failed
+            writer.__exit__(type(error) if error else None, error, None)
 
 
 def _shard_path(folder: Path, split: str, number: int, count: int) -> Path:

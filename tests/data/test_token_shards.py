@@ -1,5 +1,6 @@
 """Shards: however a split is cut into files, its reader sees the same tokens and documents."""
 
+import errno
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.data.sequences import make_sequences
-from stages.data.token_files import TokenFileError
+from stages.data.token_files import TokenFileError, TokenFileWriter
 from stages.data.token_shards import TokenShards, TokenShardsWriter
 
 VOCAB = 300
@@ -137,4 +138,20 @@ def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
         for _ in range(3):
             writer.append_documents(np.array([1, 2]), np.array([2]), np.array([1]))
         raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_while_a_file_ends_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: TokenFileWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TokenFileWriter, "_assemble", full)
+    tokens, one = np.arange(6, dtype=np.uint16), np.array([3, 3])
+    with (
+        pytest.raises(OSError, match="No space left"),
+        TokenShardsWriter(
+            tmp_path, split="train", vocab_size=300, tokenizer_sha256="x", shard_tokens=4
+        ) as writer,
+    ):
+        writer.append_documents(tokens, one, one)
     assert list(tmp_path.iterdir()) == []
