@@ -1,5 +1,6 @@
 """A small repository with tokens, for tests that run one stage; who changes anything does so in a copy."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Repository:
 
     repository.edit_params(edit)
     repository.run("python", "-m", "stages.tokenize_data")
+    shutil.rmtree(repository.root / ".work")  # what tokenizing keeps is no concern of these tests
     (repository.root / ".work").mkdir()
     (repository.root / ".work/tracking").write_text("")
     return repository
