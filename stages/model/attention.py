@@ -4,7 +4,7 @@ One entry, `causal_attention`; `attention_kernel` picks the kernel, and nothing 
 
 | device, type | rows are whole documents | documents packed (cu_seqlens) |
 | --- | --- | --- |
-| CPU | stages/model/cpu_attention.py | the same, per document piece |
+| CPU | SDPA's flash kernel | the same kernel, called per document piece |
 | CUDA fp16, bf16 | SDPA's flash kernel | variable-length flash attention |
 | CUDA fp32, and fp16 before Ampere | memory-efficient kernel, KV heads expanded | the same, with cu_seqlens |
 
@@ -14,6 +14,8 @@ scores.
 """
 
 import inspect
+import itertools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,8 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-
-from stages.model.cpu_attention import document_attention
 
 _VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Not in torch 2.11: keys and values are expanded there."""
@@ -39,8 +39,6 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens:
             start among them; None when each row is one document.
     """
     kernel = attention_kernel(q_BSHE.device, q_BSHE.dtype)
-    if kernel == "document":
-        return document_attention(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
     if cu_seqlens is None:
         if kernel == "efficient":
             k_BSKE, v_BSKE = _expand(k_BSKE, q_BSHE), _expand(v_BSKE, q_BSHE)
@@ -55,15 +53,17 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cu_seqlens:
                 enable_gqa=k_BSKE.shape[2] != q_BSHE.shape[2],
             )
         return out_BHSE.transpose(1, 2)
+    if not q_BSHE.is_cuda:
+        return _document_attention_cpu(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)[0]
     if kernel == "flash":
         return _document_flash_cuda(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
     return _document_efficient_cuda(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype) -> Literal["flash", "efficient", "document"]:
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> Literal["flash", "efficient"]:
     """The family of kernels that attention of `dtype` runs on `device`."""
     if device.type != "cuda":
-        return "document"
+        return "flash"
     half = dtype in (torch.float16, torch.bfloat16)
     # Flash begins with Ampere and knows no fp32; the memory-efficient kernels take the rest.
     return "flash" if half and torch.cuda.get_device_properties(device).major >= 8 else "efficient"
@@ -112,3 +112,91 @@ def _document_efficient_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor
         compute_log_sumexp=True,
     )
     return out.view(B, S, H, E)
+
+
+# On the CPU there is no variable-length kernel. An operator of our own calls the flash kernel once for
+# each run of whole rows and once for each piece of a row that holds several documents. As an operator it
+# is opaque to torch.compile: how many documents a batch holds never recompiles anything.
+
+
+@torch.library.custom_op("frugal::document_attention", mutates_args=(), device_types="cpu")
+def _document_attention_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention output [B, S, H, E] and the softmax's log-sum-exp [B, S, H]."""
+    B, S, H, E = q.shape
+    out, logsumexp = q.new_empty(B, S, H, E), q.new_empty((B, S, H), dtype=_accumulation_dtype(q))
+    for rows, positions in _pieces(cu_seqlens, S):
+        at = (slice(*rows), slice(*positions))
+        piece_out, piece_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[at].transpose(1, 2), k[at].transpose(1, 2), v[at].transpose(1, 2), 0.0, True
+        )
+        out[at] = piece_out.transpose(1, 2)
+        logsumexp[at] = piece_lse.transpose(1, 2)
+    return out, logsumexp
+
+
+@torch.library.custom_op("frugal::document_attention_backward", mutates_args=(), device_types="cpu")
+def _document_attention_backward_cpu(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for rows, positions in _pieces(cu_seqlens, q.shape[1]):
+        at = (slice(*rows), slice(*positions))
+        piece_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(tensor[at].transpose(1, 2) for tensor in (grad_out, q, k, v, out)),
+            logsumexp[at].transpose(1, 2).contiguous(),
+            0.0,
+            True,
+        )
+        for grad, piece in zip(grads, piece_grads, strict=True):
+            grad[at] = piece.transpose(1, 2)
+    return grads
+
+
+def _accumulation_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _pieces(cu_seqlens: Tensor, row_length: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """(first and last row, first and last position) of every piece one kernel call can do.
+
+    Neighbouring rows that are each one document go together.
+    """
+    starts = cu_seqlens.tolist()
+    whole_from = None
+    for start, end in itertools.pairwise(starts):
+        row, position = divmod(start, row_length)
+        if end - start == row_length:
+            whole_from = row if whole_from is None else whole_from
+            continue
+        if whole_from is not None:
+            yield (whole_from, row), (0, row_length)
+            whole_from = None
+        if end > start:
+            yield (row, row + 1), (position, position + end - start)
+    if whole_from is not None:
+        yield (whole_from, starts[-1] // row_length), (0, row_length)
+
+
+@_document_attention_cpu.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_accumulation_dtype(q))
+
+
+@_document_attention_backward_cpu.register_fake
+def _(grad_out, q, k, v, out, logsumexp, cu_seqlens):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, _grad_logsumexp):  # type: ignore[no-untyped-def]
+    *saved, cu_seqlens = ctx.saved_tensors
+    return *_document_attention_backward_cpu(grad_out, *saved, cu_seqlens), None
+
+
+_document_attention_cpu.register_autograd(_backward, setup_context=_save_for_backward)

