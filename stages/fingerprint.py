@@ -10,12 +10,14 @@ from stages.params import Params
 _CODE = ("params", "data", "model", "training")
 """The rooms whose code a trained model depends on; what only measures or tracks is not among them."""
 _MODULES = (
-    "train.py", "train_results.py", "train_run.py",
+    "train.py", "train_end.py", "train_results.py", "train_run.py",
     "measure/peak_memory.py", "measure/throughput.py",
 )  # fmt: skip
 """Besides: those that decide what is published, and how a checkpoint keeps what was measured."""
 _PATIENCE = {"max_bad_steps", "max_overflows_in_a_row"}
 """When a run gives up: no part of the result of a run that did not."""
+_RANKS = {"ranks", "parallelism"}
+"""How many train it and how they share the model: it goes on with others, the same but for rounding."""
 
 
 def train_fingerprint(params: Params, variant: str, device_type: str, tokens_meta: Path) -> str:
@@ -36,8 +38,8 @@ def train_fingerprint(params: Params, variant: str, device_type: str, tokens_met
         "seed": params.seed,
         "vocab_size": params.tokenizer.vocab_size,
         "model": params.model.model_dump(mode="json"),
-        "training": params.training.model_dump(mode="json", exclude=_PATIENCE),
-        "techniques": params.variants[variant].model_dump(mode="json"),
+        "training": params.training.model_dump(mode="json", exclude=_PATIENCE | _RANKS),
+        "techniques": params.variants[variant].model_dump(mode="json", exclude=_RANKS),
         "tokens": _sha256(tokens_meta),
         "code": {str(file.relative_to(stages)): _sha256(file) for file in files},
         "environment": _sha256(stages.parent / "constraints.txt"),

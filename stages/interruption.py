@@ -50,10 +50,10 @@ class Interrupted(SystemExit):
 class StopSignals:
     """What `stop_signals` gives its block: whether to stop, and where that must wait."""
 
-    def __init__(self, name: str, outcome: str) -> None:
+    def __init__(self, name: str, outcome: str, is_quiet: bool = False) -> None:
         self.requested: str | None = None
         """Name of the first signal, such as "SIGTERM"; None before."""
-        self._name, self._outcome = name, outcome
+        self._name, self._outcome, self._is_quiet = name, outcome, is_quiet
         self._is_deferred = False
         self._is_handled = False
         self._is_ending = False
@@ -116,7 +116,7 @@ class StopSignals:
             deadline = self._deadline()
             now = time.monotonic()
             if deadline is not None and now >= deadline:
-                _exit_now(EXIT_INTERRUPTED, self.message(self.requested or "a signal"))
+                self._exit_now(EXIT_INTERRUPTED, self.message(self.requested or "a signal"))
             if poll.poll(None if deadline is None else (deadline - now) * 1000):
                 for number in os.read(self._reading_end, 512):
                     if number in _SIGNALS:
@@ -135,10 +135,13 @@ class StopSignals:
         if self._first_at is None:
             self._first_at = now
             self.requested = self.requested or name
-            if self._is_deferred:
+            if self._is_deferred and not self._is_quiet:
                 _write_line(f"{name}: finishing the micro-batch and saving; again to stop at once")
         elif now - self._first_at >= _SAME_SIGNAL_SECONDS:
-            _exit_now(128 + number, f"{self._name}: {name} again, stopped at once")
+            self._exit_now(128 + number, f"{self._name}: {name} again, stopped at once")
+
+    def _exit_now(self, status: int, line: str) -> None:
+        _exit_now(status, None if self._is_quiet else line)
 
     def _stay_for_the_same_signal(self) -> None:
         """With the old handlers back, the first signal's double would kill the process with another
@@ -155,13 +158,16 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def stop_signals(name: str = "stage", outcome: str = _DEFAULT_OUTCOME) -> Iterator[StopSignals]:
+def stop_signals(
+    name: str = "stage", outcome: str = _DEFAULT_OUTCOME, *, is_quiet: bool = False
+) -> Iterator[StopSignals]:
     """Handle SIGTERM and SIGINT in this block, in the main thread, also where they were ignored before.
 
     Args:
         name: of what runs, such as "train baseline"; begins the lines on stderr.
         outcome: what a stop leaves and how to go on, for the last line where the watching thread has to
             end the process. Where `Interrupted` is raised, the caller prints `message`.
+        is_quiet: another process of the same work says these lines.
 
     Where the stop came before (see STOP_FILE), `requested` is set from the start and nothing is raised until
     the block asks by `raise_if_requested` or `deferred`.
@@ -170,7 +176,7 @@ def stop_signals(name: str = "stage", outcome: str = _DEFAULT_OUTCOME) -> Iterat
         Interrupted: exit status 75, from wherever the main thread is outside `deferred()`.
         ValueError: this is not the main thread.
     """
-    stop = StopSignals(name, outcome)
+    stop = StopSignals(name, outcome, is_quiet)
     stop._watcher.start()
     old_wakeup = signal.set_wakeup_fd(stop._writing_end, warn_on_full_buffer=False)
     old_handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
@@ -218,8 +224,9 @@ def _write_line(line: str) -> None:
         os.write(2, f"{start}{line}\n".encode())
 
 
-def _exit_now(status: int, line: str) -> None:
-    _write_line(line)
+def _exit_now(status: int, line: str | None) -> None:
+    if line is not None:
+        _write_line(line)
     if os.isatty(1):
         with contextlib.suppress(OSError):
             os.write(1, b"\x1b[?25h")  # a progress bar hides the cursor

@@ -49,7 +49,8 @@ COMMON_TARGETS = ("rtx_3060_12gb", "rtx_4090", "l40s", "a100_80gb")
 def plan(params: Params, variant: str, predictions: Predictions | None = None) -> dict[str, Any]:
     """What results/plan/VARIANT.json holds; the same params give the same plan on any machine.
 
-    The components are those of the peak's moment and add up to it.
+    Bytes are of each of training.ranks, FLOPs and the forecast of all together. The components are those of
+    the peak's moment and add up to it.
 
     Raises:
         FitError: nothing that the variant may be fits, or its precision is none of the target's.
@@ -67,7 +68,9 @@ def plan(params: Params, variant: str, predictions: Predictions | None = None) -
         "variant": variant,
         "params_digest": plan_digest(params, variant),
         "micro_batch_size": recipe.micro_batch_size,
-        "accumulation_steps": recipe.accumulation_steps(training.global_batch_size),
+        "accumulation_steps": recipe.accumulation_steps(training.global_batch_size, training.ranks),
+        "ranks": training.ranks,
+        "parallelism": recipe.parallelism,
         "sequence_length": training.sequence_length,
         "techniques": recipe.model_dump(mode="json"),
         "predicted_peak_memory_bytes": memory.peak_bytes,
@@ -77,6 +80,7 @@ def plan(params: Params, variant: str, predictions: Predictions | None = None) -
         "predicted_allocated_bytes": memory.allocated_bytes,
         "allowances": predictions.allowances(recipe),
         "needed_memory_bytes": predictions.needed_bytes(recipe),
+        "host_memory_bytes": memory.host_bytes,
         "accuracy": memory.accuracy,
         "device": machine.device,
         **_fit_facts(predictions, recipe),
@@ -133,7 +137,9 @@ def _forecast_facts(predictions: Predictions, recipe: VariantParams) -> dict[str
 
 
 def _considered_facts(entry: Considered) -> dict[str, Any]:
-    recipe = entry.recipe.model_dump(mode="json", include={"micro_batch_size", "recompute", "loss"})
+    recipe = entry.recipe.model_dump(
+        mode="json", include={"micro_batch_size", "recompute", "loss", "parallelism"}
+    )
     speeds = entry.forecast.tokens_per_second if entry.forecast else None
     return recipe | {
         "needed_memory_bytes": entry.needed_bytes,
@@ -174,9 +180,12 @@ def write_plan(params: Params, variant: str) -> dict[str, Any]:
 def _told(content: dict[str, Any]) -> str:
     """A plan as one sentence."""
     needed, capacity = content["needed_memory_bytes"], content["capacity_bytes"]
+    ranks, host = content["ranks"], content["host_memory_bytes"]
+    of_each = f" of each of {ranks} ranks ({content['parallelism']})" if ranks > 1 else ""
+    in_host = f", {readable_bytes(host)} in host memory" if host else ""
     told = (
-        f"{content['variant']}: micro-batch {content['micro_batch_size']}, predicted peak "
-        f"{readable_bytes(content['predicted_peak_memory_bytes'])} at {content['peak_moment']}"
+        f"{content['variant']}: micro-batch {content['micro_batch_size']}, predicted peak{of_each} "
+        f"{readable_bytes(content['predicted_peak_memory_bytes'])} at {content['peak_moment']}{in_host}"
     )
     if capacity is None:
         return told
@@ -199,8 +208,10 @@ def explain(params: Params, variant: str, path: Path) -> MemoryPrediction:
     _refuse_unsupported(predictions, variant)
     recipe = fit_variant(predictions, variant).recipe
     memory = predictions.of(recipe)
+    ranks = params.training.ranks
     drawing = draw_memory_timeline(
-        f"{variant}, micro-batch {recipe.micro_batch_size}",
+        f"{variant}, micro-batch {recipe.micro_batch_size}"
+        + (f", one of {ranks} ranks ({recipe.parallelism})" if ranks > 1 else ""),
         read_memory_timeline(timeline_csv(memory.timeline)),
         predictions.allowances(recipe),
         predictions.machine.capacity_bytes,

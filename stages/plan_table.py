@@ -22,14 +22,28 @@ _COMPONENTS = ("parameters", "gradients", "optimizer_state", "activations", "log
 
 def make_up_table(predictions: Predictions) -> Table:
     """All variants: predicted peak and what it is made of."""
+    training = predictions.params.training
+    whose = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
     table = Table(
-        title=f"Predicted peak of live tensors in a step, {predictions.machine.device} kernels",
+        title=f"Predicted peak of live tensors in a step{whose}, {predictions.machine.device} kernels",
         caption="≈: compiled, an estimate.",
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("variant", overflow="fold")
-    headings = ("micro-batch", "accum.", "peak", "weights", "grads", "optim.", "activ.", "logits", "temp.")
+    headings: tuple[str, ...] = (
+        "micro-batch",
+        "accum.",
+        "peak",
+        "weights",
+        "grads",
+        "optim.",
+        "activ.",
+        "logits",
+        "temp.",
+    )
+    if training.ranks > 1:
+        headings = ("parallelism", *headings)
     for column in headings:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fullest at", overflow="fold")
@@ -46,8 +60,9 @@ def make_up_table(predictions: Predictions) -> Table:
         memory = predictions.of(recipe)
         table.add_row(
             name,
+            *([recipe.parallelism] if training.ranks > 1 else []),
             str(recipe.micro_batch_size),
-            str(recipe.accumulation_steps(predictions.params.training.global_batch_size)),
+            str(recipe.accumulation_steps(training.global_batch_size, training.ranks)),
             f"{'' if memory.accuracy == 'exact' else '≈ '}{readable_bytes(memory.peak_bytes)}",
             *(readable_bytes(getattr(memory, component)) for component in _COMPONENTS),
             memory.moment,
@@ -57,11 +72,13 @@ def make_up_table(predictions: Predictions) -> Table:
 
 def fit_table(columns: list[Predictions]) -> Table:
     """All variants on machines with a capacity: what they need, the largest micro-batch, what to change."""
+    ranks = columns[0].params.training.ranks
+    each = f" Each of {ranks} ranks has a GPU of its own; tokens/s are of all together." if ranks > 1 else ""
     table = Table(
         title="Does it fit? Needed: the peak and the allowances for CUDA, its libraries and fragmentation",
         caption=(
             "max: the largest micro-batch that fits. tokens/s: a forecast from data-sheet figures, worst to "
-            "best case. Capacity: the memory that the driver reports less hardware.memory_reserve_gib."
+            "best case. Capacity: the memory that the driver reports less hardware.memory_reserve_gib." + each
         ),
         title_justify="left",
         caption_justify="left",

@@ -80,7 +80,8 @@ def tokenize(params: Params, out: Path, *, workers: int = 1, fresh: bool = False
     """Write tokenizer.json, the token files of both splits and meta.json into `out`.
 
     The folder appears under its name when it is complete. The same corpus and params give the same bytes,
-    with any number of workers, stopped and gone on with or not, and by whatever shards.
+    with any number of workers, stopped and gone on with or not, and by whatever shards. Where another process
+    is making them, this one waits and takes those.
 
     Args:
         workers: cores to use.
@@ -88,13 +89,13 @@ def tokenize(params: Params, out: Path, *, workers: int = 1, fresh: bool = False
 
     Raises:
         CorpusError: the corpus cannot be used, or a split is too small for one sequence.
-        WorkFolderError: another process is at it.
+        WorkFolderError: what is in progress cannot be kept.
         EncodingError: a process that encodes died.
         DamagedPartError: what was encoded before is damaged.
     """
-    started = time.monotonic()
+    started, began = time.monotonic(), time.time()
     with hold_tokenize_work(params, None, fresh=fresh) as work:
-        if work.is_committed(out):
+        if work.is_to_be_made_again(out, began):
             work.clear()
         if not work.complete.exists():
             _encode_and_merge(params, work, workers)

@@ -10,7 +10,7 @@ import json
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,13 +82,19 @@ class TokenizeWork:
                 return path.read_bytes()
         return None
 
-    def is_committed(self, out: Path) -> bool:
-        """Whether the complete tokens are what dvc.lock has of `out`.
+    def is_to_be_made_again(self, out: Path, began: float) -> bool:
+        """Whether the complete tokens are what dvc.lock has of `out`: this is a `dvc repro --force` then.
 
-        Then whoever runs the stage again wants them made again (`dvc repro --force`).
+        Args:
+            began: seconds since the epoch; what another process has completed since is as good as made again.
         """
         committed = outs_md5_tags(_STAGE).get(f"md5.{out}")
-        return committed is not None and self.complete.exists() and committed == _dvc_md5(self.complete)
+        return (
+            committed is not None
+            and self.complete.exists()
+            and (self.complete / "meta.json").stat().st_mtime < began
+            and committed == _dvc_md5(self.complete)
+        )
 
     def clear(self) -> None:
         shutil.rmtree(self.complete)
@@ -113,9 +119,11 @@ def _remove_parts(folder: Path) -> None:
 def hold_tokenize_work(params: Params, shard: Shard | None, *, fresh: bool) -> Iterator[TokenizeWork]:
     """The work folder of these params and this corpus; of a shard, or of all with what shards have made.
 
+    Where other processes are at them, experiments perhaps that need the same tokens, it waits and says so.
+
     Raises:
         CorpusError: the corpus is not there.
-        WorkFolderError: another process has one of the folders.
+        WorkFolderError: a folder cannot be used.
     """
     units = corpus_units(params.corpus)
     root, fingerprint = work_root(), _fingerprint(params, units)
@@ -123,22 +131,24 @@ def hold_tokenize_work(params: Params, shard: Shard | None, *, fresh: bool) -> I
         if shard is not None:
             folder = root / _STAGE / shard.name / fingerprint[:16]
             again = fresh or _is_stale(folder, units)
-            held = hold_work_folder(root, _STAGE, shard.name, fingerprint, fresh=again)
+            held = _hold(shard.name, fingerprint, fresh=again)
             work = TokenizeWork(stack.enter_context(held), (), units)
             write_out(work.folder / _SEEN, json.dumps({"place": _place(), "times": _times(units)}))
             yield work
             return
         others = [
             stack.enter_context(
-                hold_work_folder(
-                    root, _STAGE, folder.parent.name, fingerprint, fresh=fresh or _is_stale(folder, units)
-                )
+                _hold(folder.parent.name, fingerprint, fresh=fresh or _is_stale(folder, units))
             )
             for folder in sorted((root / _STAGE).glob(f"shard-*-of-*/{fingerprint[:16]}"))
         ]
         local = _sha256([fingerprint, params.tokenizer.shard_tokens, _times(units)])
-        held = hold_work_folder(root, _STAGE, "all", local, fresh=fresh)
+        held = _hold("all", local, fresh=fresh)
         yield TokenizeWork(stack.enter_context(held), tuple(others), units)
+
+
+def _hold(part: str, fingerprint: str, *, fresh: bool) -> AbstractContextManager[Path]:
+    return hold_work_folder(work_root(), _STAGE, part, fingerprint, fresh=fresh, waits_as=_STAGE)
 
 
 def _is_stale(folder: Path, units: Sequence[Unit]) -> bool:

@@ -8,14 +8,11 @@ never was.
 
 import argparse
 import gc
-import json
-import math
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,11 +27,11 @@ from stages.measure.hardware import (
     HardwareError,
     describe_device,
     measure_matmul_flops_per_second,
-    select_device,
 )
 from stages.measure.host_allocator import keep_freed_memory
 from stages.measure.out_of_memory import FailedAllocation, failed_allocation
-from stages.measure.units import UnitError, parse_bytes, readable_bytes
+from stages.measure.peak_memory import highest
+from stages.measure.units import UnitError, parse_bytes
 from stages.memory.leaner_recipes import (
     next_smaller_micro_batch,
 )
@@ -43,11 +40,22 @@ from stages.params import Params, ParamsError, load_params
 from stages.planned import PlanError, planned_memory_bytes, planned_params
 from stages.progress import TrainingProgress
 from stages.tracking import project_root, work_root
+from stages.train_end import SUMMARY, keep_and_publish, print_end, publish_again, training_facts
 from stages.train_memory import DeviceFullError, OverBudgetError, check_memory, out_of_memory_message
-from stages.train_results import TrainRecord, is_forced, publish, texts_to_publish
+from stages.train_ranks import (
+    end,
+    joined_ranks,
+    leaving,
+    rank_device,
+    shared_work_folder,
+    start_ranks,
+    with_ranks,
+)
+from stages.train_results import TrainRecord, is_forced, texts_to_publish
 from stages.train_run import (
     TrainingStopped,
     TrainRun,
+    any_requested,
     check_budget,
     restored_record,
     say,
@@ -61,16 +69,15 @@ from stages.training.compilation import apply_compile
 from stages.training.compile_cache import compiling, use_compile_cache
 from stages.training.determinism import use_deterministic_kernels
 from stages.training.device_rules import DeviceRuleError, check_device_rules
-from stages.training.loop import Measurements
+from stages.training.parallel import Parallel
 from stages.training.precision import PrecisionError, set_float32_matmul
+from stages.training.ranks import ALONE, Ranks, RanksError, ranks_of_environment
 from stages.training.recompute import apply_recompute
-from stages.training.state import TrainState, initial_state
-from stages.work_folder import WorkFolderError, hold_work_folder
+from stages.training.state import initial_state
+from stages.work_folder import WorkFolderError
 
 TOKENS = Path("data/tokens")
 TOKENS_META = TOKENS / "meta.json"
-# Single numbers about the whole run that MLflow shows beside the curves.
-SUMMARY = ("peak_memory_bytes", "compile_seconds", "recompiles", "mfu", "wall_seconds", "starts")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,43 +88,61 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     name = f"train {options.variant}"
     signals: StopSignals | None = None
+    ranks: Ranks | None = None
     try:
-        with stop_signals(name, "`dvc repro` goes on from the last checkpoint") as signals:
+        ranks = ranks_of_environment()
+        is_quiet = ranks is not None and not ranks.is_first  # or each rank would say that it was told to stop
+        outcome = "`dvc repro` goes on from the last checkpoint"
+        with stop_signals(name, outcome, is_quiet=is_quiet) as signals:
             signals.raise_if_requested()
             budget = None if options.memory_budget is None else parse_bytes(options.memory_budget)
             params = load_params()
             params.require_variant(options.variant)
-            train(params, options.variant, signals, fresh=options.fresh, memory_budget_bytes=budget)
+            if ranks is not None or params.training.ranks == 1:
+                ranks = ranks or ALONE
+                timeout = params.hardware.collective_timeout_minutes
+                with leaving(ranks, timeout, (*_MISTAKES, torch.AcceleratorError)):
+                    train(
+                        params,
+                        options.variant,
+                        signals,
+                        ranks=ranks,
+                        fresh=options.fresh,
+                        memory_budget_bytes=budget,
+                    )
+                return 0
+            return start_ranks(params, options.variant, sys.argv[1:] if arguments is None else arguments)
     except TrainingStopped as stopped:
-        say(f"{name}: stopped by {stopped.signal_name} {stopped.outcome}")
-        return EXIT_INTERRUPTED
+        return end(name, f"stopped by {stopped.signal_name} {stopped.outcome}", EXIT_INTERRUPTED, ranks)
     except Interrupted as stopped:
         assert signals is not None, "only they raise it"
-        say(signals.message(stopped.signal_name))
-        return EXIT_INTERRUPTED
-    except (
-        UnitError,
-        ParamsError,
-        PlanError,
-        HardwareError,
-        PrecisionError,
-        DeviceRuleError,
-        TokenFileError,
-        SequencesError,
-        WorkFolderError,
-        CheckpointError,
-        BadStepError,
-        DeviceFullError,
-        ContainerImageError,
-        OSError,
-    ) as error:
-        say(f"{name}: {error}")
-        return 1
+        problem = signals.message(stopped.signal_name).removeprefix(f"{name}: ")
+        return end(name, problem, EXIT_INTERRUPTED, ranks)
+    except _MISTAKES as error:
+        return end(name, str(error), 1, ranks)
     except torch.AcceleratorError as error:
         reason = str(error).splitlines()[0]
-        say(f"{name}: the GPU failed ({reason}); `dvc repro` goes on from the last checkpoint")
-        return 1
-    return 0
+        return end(name, f"the GPU failed ({reason}); `dvc repro` goes on from the last checkpoint", 1, ranks)
+
+
+_MISTAKES = (
+    UnitError,
+    ParamsError,
+    PlanError,
+    HardwareError,
+    PrecisionError,
+    DeviceRuleError,
+    TokenFileError,
+    SequencesError,
+    WorkFolderError,
+    CheckpointError,
+    BadStepError,
+    DeviceFullError,
+    ContainerImageError,
+    RanksError,
+    OSError,
+)
+"""What a user can mend; the message says how."""
 
 
 def train(
@@ -125,6 +150,7 @@ def train(
     variant: str,
     signals: StopSignals,
     *,
+    ranks: Ranks = ALONE,
     fresh: bool = False,
     memory_budget_bytes: int | None = None,
 ) -> None:
@@ -133,6 +159,7 @@ def train(
     Args:
         written: the params as they stand in the file; what they leave to the plan is read from it.
         signals: ask to stop.
+        ranks: which one this process is of those that train together; the first publishes.
         fresh: start over.
         memory_budget_bytes: run out of memory at this much. A GPU's allocator stops there; a CPU's cannot, so
             there the peak of the measured step is held against it.
@@ -142,9 +169,11 @@ def train(
         Interrupted: `signals` said so; what was trained is saved.
         DeviceFullError: it does not fit, and `hardware.on_out_of_memory` is stop or nothing is left to halve.
     """
-    params = planned_params(written, [variant])
-    device = select_device(params.hardware.device)
-    check_memory(planned_memory_bytes(written, variant), device, memory_budget_bytes)
+    params = with_ranks(planned_params(written, [variant]), variant, ranks)
+    device = rank_device(params, ranks)
+    # A plan is for the ranks that the params name.
+    planned_bytes = planned_memory_bytes(written, variant) if ranks.count == written.training.ranks else None
+    check_memory(planned_bytes, device, memory_budget_bytes)
     use_deterministic_kernels(device)
     if device.type == "cpu" and params.hardware.on_out_of_memory == "stop":
         keep_freed_memory()  # else what a failed step gave back could not be used in other sizes
@@ -152,11 +181,14 @@ def train(
     compile_cache = use_compile_cache(project_root() / params.hardware.compile_cache)
     sequences = _train_sequences(params)
     fingerprint = train_fingerprint(params, variant, device.type, TOKENS_META)
-    with hold_work_folder(work_root(), "train", variant, fingerprint, fresh=fresh) as folder:
-        store = CheckpointStore(folder, params.checkpoints.keep)
+    with (
+        joined_ranks(params, variant, device, ranks),
+        shared_work_folder(work_root(), variant, fingerprint, ranks, fresh=fresh) as folder,
+    ):
+        store = CheckpointStore(folder, params.checkpoints.keep, ranks)
         planned = params.variants[variant].micro_batch_size
         run: TrainRun | None = TrainRun(
-            params, variant, device, fingerprint, store, planned, compile_cache, memory_budget_bytes
+            params, variant, device, fingerprint, store, planned, compile_cache, memory_budget_bytes, ranks
         )
         while run is not None:
             run = _train_or_halve(run, sequences, signals)
@@ -199,17 +231,19 @@ def _train_from_checkpoint(
     run: TrainRun, sequences: PackedSequences | PaddedSequences, signals: StopSignals
 ) -> TrainRun | None:
     """Train to the end; or, where an earlier start ran out of memory, the run with its micro-batch."""
-    params, store = run.params, run.store
+    params, store, ranks = run.params, run.store, run.ranks
     matmul_setting = set_float32_matmul(run.techniques.precision, run.device)
-    state, policy = initial_state(params, run.variant, run.device)
+    state, policy = initial_state(params, run.variant, run.device, ranks)
     record, resumed = restored_record(run, state)
     if record.published is not None:
-        if not is_forced(run.variant, record.published):
+        if not ranks.from_first(ranks.is_first and is_forced(run.variant, record.published)):
             check_budget(run, record.peak)
-            _publish_again(run, record.published)
+            if ranks.is_first:
+                publish_again(run, record.published, TOKENS_META)
             return None
-        store.remove(store.checkpoints())
-        state, policy = initial_state(params, run.variant, run.device)
+        if ranks.is_first:
+            store.remove(store.checkpoints())
+        state, policy = initial_state(params, run.variant, run.device, ranks)
         record, resumed = TrainRecord(run.planned_micro_batch_size), False
     if record.micro_batch_size > run.techniques.micro_batch_size:
         halved = {"after_step": state.step, "micro_batch_size": run.techniques.micro_batch_size}
@@ -217,100 +251,53 @@ def _train_from_checkpoint(
         record = replace(record, micro_batch_size=halved["micro_batch_size"], peak=None)
     elif record.micro_batch_size < run.techniques.micro_batch_size:
         return run.with_micro_batch(record.micro_batch_size)
-    record.starts += 1
+    record.start(state.step, ranks.count, run.techniques.parallelism)
 
     apply_recompute(state.model, run.techniques)
     apply_compile(state.model, run.techniques)
+    parallel = Parallel(state.model, run.techniques, ranks)
     device_facts = asdict(describe_device(run.device)) | {
         "float32_matmul_precision": matmul_setting,
         "attention_kernel": attention_kernel(run.device, policy.autocast_dtype or policy.weights_dtype),
     }
-    with (
-        run_tracker(run, device_facts, TOKENS_META, resumed=resumed) as tracker,
-        TrainingProgress(run.variant, params.training.num_steps, state.step) as progress,
-        CompileWatch(enabled=run.techniques.compile != "off") as compilation,
-    ):
+    with ExitStack() as open_:
+        tracker = progress = None
+        if ranks.is_first:
+            tracker = open_.enter_context(run_tracker(run, device_facts, TOKENS_META, resumed=resumed))
+            bar = TrainingProgress(run.variant, params.training.num_steps, state.step)
+            progress = open_.enter_context(bar)
+        compilation = open_.enter_context(CompileWatch(enabled=run.techniques.compile != "off"))
         measurements = record.measurements(compilation)
-        steps = steps_with_checkpoints(run, state, sequences, policy, record, measurements, signals)
+        steps = steps_with_checkpoints(run, state, parallel, sequences, policy, record, measurements, signals)
         with compiling(run.compile_cache) if run.techniques.compile != "off" else nullcontext():
             first_row = next(steps, None)
         with signals.deferred():
             for row in chain([first_row], steps):
-                if row is not None:
+                if row is not None and tracker is not None and progress is not None:
                     track(tracker, row, measurements)
                     progress.show(row, measurements)
+            measurements.peak = highest(ranks.gather(measurements.peak))
+            stop_signal = any_requested(signals, ranks)
             # Not before the first step, which need not wait for it.
             ceiling = measure_matmul_flops_per_second(run.device, run.techniques.precision)
             figures = record.figures(params, measurements, store, ceiling)
-            tracker.log_summary({key: figures[key] for key in SUMMARY})
+            if tracker is not None:
+                tracker.log_summary({key: figures[key] for key in SUMMARY})
             image = container_image()
             measured = {
                 "variant": run.variant,
                 "device": device_facts,
                 "image": image.identity if image else None,
             } | figures
-            facts = _training_facts(run, state, record)
+            facts = training_facts(run, state, record)
             texts = texts_to_publish(facts, measured, record.rows, measurements.timer)
-            _keep_and_publish(run, state, record, measurements, texts)
-    _print_end(run, state, record, figures)
-    if signals.requested is not None:
+            keep_and_publish(run, state, record, measurements, texts)
+    if ranks.is_first:
+        print_end(run, state, record, figures)
+    if stop_signal is not None:
         # It is all published. But who sent the signal wants no next stage to begin.
-        raise TrainingStopped(signals.requested, "when it was complete; `dvc repro` takes it from there")
+        raise TrainingStopped(stop_signal, "when it was complete; `dvc repro` takes it from there")
     return None
-
-
-def _keep_and_publish(
-    run: TrainRun, state: TrainState, record: TrainRecord, measurements: Measurements, texts: dict[str, str]
-) -> None:
-    """First into the work folder: who is killed from here on finds all that is to be published there."""
-    store = run.store
-    complete = replace(record.at_checkpoint(measurements, store), published=texts)
-    try:
-        publish(run.variant, store.save_now(state, complete.to_dict()), texts)
-        store.remove(store.checkpoints()[:-1])
-    except OSError as error:
-        raise OSError(
-            f"{error}; mend that and run `dvc repro`: it goes on from the last checkpoint"
-        ) from None
-
-
-def _publish_again(run: TrainRun, texts: dict[str, str]) -> None:
-    """A run that was complete and died before DVC had its outs."""
-    measured = json.loads(texts["measurements"])
-    with run_tracker(run, measured["device"], TOKENS_META, resumed=True) as tracker:
-        tracker.log_summary({key: measured[key] for key in SUMMARY})
-        publish(run.variant, run.store.checkpoints()[-1], texts)
-    print(f"{run.variant}: was complete; its outs are published from {run.store.folder}")
-
-
-def _training_facts(run: TrainRun, state: TrainState, record: TrainRecord) -> dict[str, Any]:
-    final_loss = record.rows[-1].loss
-    return {
-        "variant": run.variant,
-        "fingerprint": run.fingerprint,
-        "seed": run.params.seed,
-        "steps": state.step,
-        "tokens": state.tokens,
-        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "final_loss": final_loss if math.isfinite(final_loss) else None,
-        "skipped_steps": int(state.skipped_steps),
-        "precision": run.techniques.precision,
-        "micro_batch_size": run.techniques.micro_batch_size,
-        "accumulation_steps": run.params.accumulation_steps(run.variant),
-        "out_of_memory": record.halved,
-    }
-
-
-def _print_end(run: TrainRun, state: TrainState, record: TrainRecord, figures: dict[str, Any]) -> None:
-    if figures["recompiles"]:
-        say(
-            f"{run.variant}: torch.compile compiled {figures['recompiles']:.0f} times more after the first "
-            "step; a shape or a type changed, and the speed includes it"
-        )
-    print(
-        f"{run.variant}: {state.tokens:,} tokens, loss {record.rows[-1].loss:.4f}, "
-        f"{figures['tokens_per_second']:,.0f} tokens/s, peak {readable_bytes(figures['peak_memory_bytes'])}"
-    )
 
 
 def _train_sequences(params: Params) -> PackedSequences | PaddedSequences:

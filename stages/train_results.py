@@ -38,6 +38,8 @@ class TrainRecord:
     halved: list[dict[str, int]] = field(default_factory=list)
     """{"after_step", "micro_batch_size"} of each time that memory ran out."""
     starts: int = 0
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """{"after_step", "ranks", "parallelism"} of the first start and of each that differs from the last."""
     rows: list[CurveRow] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
     peak: PeakMemory | None = None
@@ -45,6 +47,13 @@ class TrainRecord:
     """Sums over the starts before this one: compiling, saving."""
     published: dict[str, str] | None = None
     """Text of each file to publish beside the checkpoint, once the training is complete."""
+
+    def start(self, after_step: int, ranks: int, parallelism: str) -> None:
+        """One more start, from a checkpoint of this step."""
+        self.starts += 1
+        now = {"ranks": ranks, "parallelism": parallelism}
+        if not self.ranks or self.ranks[-1] | now != self.ranks[-1]:
+            self.ranks.append({"after_step": after_step} | now)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; floats survive exactly."""
@@ -71,6 +80,7 @@ class TrainRecord:
             micro_batch_size=self.micro_batch_size,
             halved=self.halved,
             starts=self.starts,
+            ranks=self.ranks,
             rows=list(self.rows),
             intervals=list(measurements.timer.intervals),
             peak=measurements.peak,
@@ -97,6 +107,8 @@ class TrainRecord:
         flops = model_flops_per_token(
             params.model, params.tokenizer.vocab_size, params.training.sequence_length
         )
+        ranks = params.training.ranks
+        peak_flops = ranks * ceiling.flops_per_second
         return {
             "tokens_per_second": throughput.tokens_per_second,
             "median_step_seconds": throughput.median_step_seconds,
@@ -109,10 +121,10 @@ class TrainRecord:
             "peak_memory_kind": peak.kind,
             "peak_reserved_bytes": peak.reserved_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
-            "mfu": throughput.tokens_per_second * flops / ceiling.flops_per_second,
+            "mfu": throughput.tokens_per_second * flops / peak_flops,
             "model_flops_per_token": flops,
-            "peak_flops_per_second": ceiling.flops_per_second,
-            "peak_flops_source": ceiling.source,
+            "peak_flops_per_second": peak_flops,
+            "peak_flops_source": f"{ranks} x {ceiling.source}" if ranks > 1 else ceiling.source,
         }
 
 

@@ -18,7 +18,9 @@ from stages.training.bad_steps import may_be_saved
 from stages.training.checkpoint import CheckpointError
 from stages.training.checkpoint_store import CheckpointStore
 from stages.training.loop import CurveRow, Measurements, training_steps
+from stages.training.parallel import Parallel
 from stages.training.precision import PrecisionPolicy
+from stages.training.ranks import ALONE, Ranks
 from stages.training.state import TrainState
 
 
@@ -43,6 +45,7 @@ class TrainRun:
     """What the params ask for; `params` here may have less, where memory ran out."""
     compile_cache: Path
     memory_budget_bytes: int | None
+    ranks: Ranks = ALONE
 
     @property
     def techniques(self) -> VariantParams:
@@ -70,7 +73,7 @@ def restored_record(run: TrainRun, state: TrainState) -> tuple[TrainRecord, bool
         ) from None
     if restored is None:
         return TrainRecord(run.planned_micro_batch_size), False
-    if restored.damaged:
+    if restored.damaged and run.ranks.is_first:
         say(f"train {run.variant}: {'; '.join(restored.damaged)}; the checkpoint before it is used")
     if not may_be_saved(state, run.params.training):
         raise CheckpointError(
@@ -79,7 +82,7 @@ def restored_record(run: TrainRun, state: TrainState) -> tuple[TrainRecord, bool
             f"`python -m stages.train {run.variant} --fresh`"
         )
     record = TrainRecord.from_dict(restored.progress)
-    if record.published is None:
+    if record.published is None and run.ranks.is_first:
         print(f"{run.variant}: going on after step {state.step} of {run.params.training.num_steps}")
     return record, True
 
@@ -87,6 +90,7 @@ def restored_record(run: TrainRun, state: TrainState) -> tuple[TrainRecord, bool
 def steps_with_checkpoints(
     run: TrainRun,
     state: TrainState,
+    parallel: Parallel,
     sequences: PackedSequences | PaddedSequences,
     policy: PrecisionPolicy,
     record: TrainRecord,
@@ -95,16 +99,24 @@ def steps_with_checkpoints(
 ) -> Iterator[CurveRow | None]:
     """Train to the end, saving in between; yields after every step, with the row where it made one.
 
-    Rows go into `record` too. To be run inside `signals.deferred()`, but for the first step, which holds
-    the compiler's work: stopped anywhere in it, there is nothing to save.
+    Of several ranks all do, and save and stop at the same steps. Rows go into `record` too. To be run inside
+    `signals.deferred()`, but for the first step, which holds the compiler's work: stopped anywhere in it,
+    there is nothing to save.
 
     Raises:
         TrainingStopped: a signal came; the state is saved.
     """
-    store, training = run.store, run.params.training
+    store, training, ranks = run.store, run.params.training, run.ranks
     clock = SaveClock(run.params.checkpoints)
     steps = training_steps(
-        state, sequences, run.params, run.variant, policy, measurements, lambda: signals.requested is not None
+        state,
+        sequences,
+        run.params,
+        run.variant,
+        policy,
+        measurements,
+        lambda: signals.requested is not None,
+        parallel,
     )
     first_step = state.step
     for row in steps:
@@ -114,17 +126,24 @@ def steps_with_checkpoints(
         check_budget(run, measurements.peak)
         # Not while the second step of this process is measured: a copy of the state is memory too.
         is_inside = first_step + 2 <= state.step < training.num_steps
-        if is_inside and clock.is_due(state.step, store) and may_be_saved(state, training):
+        is_due = is_inside and ranks.is_first and clock.is_due(state.step, store)
+        if is_inside and ranks.sum_on_host([is_due])[0] and may_be_saved(state, training):
             store.save(state, record.at_checkpoint(measurements, store).to_dict())
             measurements.disturbed = True
-        if warning := store.take_warning():
+        if (warning := store.take_warning()) and ranks.is_first:
             say(f"train {run.variant}: {warning}")
-        if signals.requested:
+        if signals.requested and not ranks.has_others:  # else before the next step, all together
             break
     store.wait()
     if state.step < training.num_steps:
-        assert signals.requested is not None, "nothing else ends the loop early"
-        raise TrainingStopped(signals.requested, _save_at_stop(run, state, record, measurements))
+        signal_name = any_requested(signals, ranks)
+        assert signal_name is not None, "nothing else ends the loop early"
+        raise TrainingStopped(signal_name, _save_at_stop(run, state, record, measurements))
+
+
+def any_requested(signals: StopSignals, ranks: Ranks) -> str | None:
+    """The signal that asked any of the ranks to stop."""
+    return next((name for name in ranks.gather(signals.requested) if name is not None), None)
 
 
 def check_budget(run: TrainRun, peak: PeakMemory | None) -> None:

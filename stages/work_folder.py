@@ -6,14 +6,16 @@ changing them back finds the old progress.
 
 import contextlib
 import fcntl
-import json
+import math
 import os
 import shutil
-import socket
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+
+from stages.file_lock import lock_now, read_holder, sign, unlock
 
 _FINGERPRINT_DIGITS = 16
 _LOCK = "lock"
@@ -24,6 +26,7 @@ _KEPT_PER_VARIANT = 3
 
 # Who holds a lock writes its name into it at once, and who prunes holds it shortly.
 _PATIENCE_SECONDS = 1.0
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class WorkFolderError(RuntimeError):
@@ -32,7 +35,13 @@ class WorkFolderError(RuntimeError):
 
 @contextlib.contextmanager
 def hold_work_folder(
-    root: Path, stage: str, variant: str, fingerprint: str, *, fresh: bool = False
+    root: Path,
+    stage: str,
+    variant: str,
+    fingerprint: str,
+    *,
+    fresh: bool = False,
+    waits_as: str | None = None,
 ) -> Iterator[Path]:
     """Make and lock `root/stage/variant/fingerprint[:16]`, and prune what older runs left under `stage`.
 
@@ -42,21 +51,27 @@ def hold_work_folder(
     Args:
         root: `work_root()`.
         fresh: empty the folder first.
+        waits_as: where another process holds it, wait until that ends, and say so in one line that begins
+            with this name of what runs, such as "tokenize". None: do not wait.
 
     Raises:
         WorkFolderError: another process holds it, or it cannot be made, written or emptied.
     """
     folder = root / stage / variant / fingerprint[:_FINGERPRINT_DIGITS]
     try:
-        lock = _wait_for_lock(folder)
+        lock = _lock_within(_PATIENCE_SECONDS, folder, 0.05)
+        if lock is None and waits_as is None:
+            raise WorkFolderError(_held_message(folder, stage, variant, waits=False))
         if lock is None:
-            raise WorkFolderError(_held_message(folder, stage, variant))
+            line = f"{waits_as}: {_held_message(folder, stage, variant, waits=True)}"
+            print(line, file=sys.stderr, flush=True)
+            lock = _lock_within(math.inf, folder, _SECONDS_BETWEEN_LOOKS)
+            assert lock is not None
     except OSError as error:
         raise _unusable(folder, error) from None
-    _locks.add(lock)
     try:
         try:
-            _sign(lock)
+            sign(lock, f"{stage} {variant}")
             if fresh:
                 _empty(folder)
         except OSError as error:
@@ -66,8 +81,7 @@ def hold_work_folder(
         with contextlib.suppress(OSError):
             os.utime(lock)
     finally:
-        _locks.discard(lock)
-        os.close(lock)
+        unlock(lock)
 
 
 def is_any_held(root: Path) -> bool:
@@ -84,14 +98,14 @@ def is_any_held(root: Path) -> bool:
     return False
 
 
-def _wait_for_lock(folder: Path) -> int | None:
-    """The locked file's descriptor; None where another process keeps it."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _lock_within(seconds: float, folder: Path, seconds_between_looks: float) -> int | None:
+    """The locked file's descriptor; None where another process keeps it for longer."""
+    deadline = time.monotonic() + seconds
     while True:
         lock = _try_lock(folder)
         if lock is not None or time.monotonic() > deadline:
             return lock
-        time.sleep(0.05)
+        time.sleep(seconds_between_looks)
 
 
 def _try_lock(folder: Path) -> int | None:
@@ -104,36 +118,21 @@ def _try_lock(folder: Path) -> int | None:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:  # pruned since mkdir
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), path.stat()):
-            return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass  # held, or pruned between opening and locking
-    except BaseException:
-        os.close(lock)
-        raise
-    os.close(lock)
-    return None
+    return lock if lock_now(lock, path) else None
 
 
-def _sign(lock: int) -> None:
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(holder).encode(), 0)
-
-
-def _held_message(folder: Path, stage: str, variant: str) -> str:
-    does = "trains" if stage == "train" else f"is at {stage},"
-    try:
-        holder = json.loads((folder / _LOCK).read_text())
-        pid, host, since = int(holder["pid"]), str(holder["host"]), float(holder["since"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"another process {does} {variant} with these params; wait for it or stop it"
-    start = datetime.fromtimestamp(since).isoformat(timespec="seconds")
+def _held_message(folder: Path, stage: str, variant: str, *, waits: bool) -> str:
+    does = f"trains {variant}" if stage == "train" else f"is at {stage} ({variant})"
+    holder = read_holder(folder / _LOCK)
+    if holder is None:
+        then = "waiting for it" if waits else "wait for it or stop it"
+        return f"another process {does} with these params; {then}"
+    start = datetime.fromtimestamp(holder.since).isoformat(timespec="seconds")
+    kill = f"`kill {holder.pid}`"
+    then = f"waiting for it ({kill} stops it)" if waits else f"wait for it or stop it: {kill} lets it save"
     return (
-        f"process {pid} on {host} {does} {variant} with these params since {start} "
-        f"({_ago(time.time() - since)}); wait for it or stop it: `kill {pid}` lets it save"
+        f"process {holder.pid} on {holder.host} {does} with these params since {start} "
+        f"({_ago(time.time() - holder.since)}); {then}"
     )
 
 
@@ -195,30 +194,15 @@ def _last_used(folder: Path) -> float:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), (folder / _LOCK).stat()):
+    path = folder / _LOCK
+    with contextlib.suppress(OSError):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if not lock_now(lock, path):
+            return
+        try:
             # Renamed first: who takes this folder now makes a new one and never finds half of the old.
             removed = folder.with_name(f".{folder.name}{_REMOVED}")
             folder.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
-    except OSError:
-        return
-    finally:
-        os.close(lock)
-
-
-# flock belongs to the open file, which a forked worker shares: it would hold the lock after our death.
-_locks: set[int] = set()
-
-
-def _close_in_child() -> None:
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+        finally:
+            unlock(lock)

@@ -103,7 +103,14 @@ def test_every_key_of_model_and_training_counts(project: Project) -> None:
             # Rules between keys are not what is tested here.
             other = values.model_copy(update={key: _other_value(value)})
             seen.add(project.fingerprint(params.model_copy(update={section: other})))
-    assert len(seen) == 1 + len(MODEL_KEYS) + len(TRAINING_KEYS) - len(PATIENCE)
+    assert len(seen) == 1 + len(MODEL_KEYS) + len(TRAINING_KEYS) - len(PATIENCE) - 1  # ranks
+
+
+def test_how_many_ranks_train_is_no_part_of_a_result(project: Project) -> None:
+    """A run goes on with another number of them."""
+    params = check_params(BASE)
+    training = params.training.model_copy(update={"ranks": 2})
+    assert project.fingerprint(params.model_copy(update={"training": training})) == project.fingerprint()
 
 
 @pytest.mark.parametrize("key", PATIENCE)
@@ -141,6 +148,7 @@ def test_other_params_that_decide(project: Project, change: tuple[Any, ...]) -> 
         ("evaluation", "samples", "max_new_tokens", 5),
         ("hardware", "compile_cache", "elsewhere"),
         ("hardware", "device", "cpu"),
+        ("variants", "v", "parallelism", "fsdp"),
     ],
     ids=str,
 )

@@ -232,18 +232,49 @@ def test_more_shards_than_units(large: Path, everything: dict[str, bytes]) -> No
     assert "shard 99 of 100: 0 documents in 0 of" in output or "documents in 1 of" in output
 
 
-def test_who_merges_waits_for_a_shard_that_is_encoded_now(large: Path) -> None:
-    shard = run_stage(large, "--shard", "1/2", "--workers", "1")
-    held = ".work/tokenize/shard-1-of-2/*/lock"  # learning the merges still lies before it
-    wait_until(shard, lambda: any(lock.stat().st_size > 0 for lock in large.glob(held)))
-    os.killpg(shard.pid, signal.SIGSTOP)
+def stopped(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """A run that holds its work folder and is stopped there for now."""
+    process = run_stage(folder, *arguments, "--workers", "1")
+    # Learning the merges still lies before it.
+    wait_until(
+        process, lambda: any(lock.stat().st_size > 0 for lock in folder.glob(".work/tokenize/*/*/lock"))
+    )
+    os.killpg(process.pid, signal.SIGSTOP)
+    return process
+
+
+def says(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+def test_who_merges_waits_for_a_shard_that_is_encoded_now(large: Path, everything: dict[str, bytes]) -> None:
+    shard = stopped(large, "--shard", "1/2")
     merging = run_stage(large)
-    _, errors = merging.communicate(timeout=60)
+    line = says(merging)
+    assert f"tokenize: process {shard.pid} on" in line and "(shard-1-of-2)" in line and "waiting" in line
     os.killpg(shard.pid, signal.SIGCONT)
-    assert merging.returncode == 1
-    assert f"tokenize: process {shard.pid} on" in errors and "shard-1-of-2" in errors
     end(shard)
-    end(run_stage(large))
+    output = end(merging)
+    assert re.search(r"[1-9]\d* of \d+ units were encoded before", output)
+    assert outs(large) == everything
+
+
+def test_who_needs_the_same_tokens_waits_and_takes_them(large: Path, everything: dict[str, bytes]) -> None:
+    first = stopped(large)
+    second, impatient = run_stage(large), run_stage(large)
+    for waiting in (second, impatient):
+        line = says(waiting)
+        assert f"tokenize: process {first.pid} on" in line and "waiting for it" in line
+    impatient.terminate()
+    _, errors = impatient.communicate(timeout=60)
+    assert impatient.returncode == 75 and errors.startswith("tokenize: stopped by SIGTERM; nothing of")
+    os.killpg(first.pid, signal.SIGCONT)
+    assert "encoding" in end(first)
+    output, errors = second.communicate(timeout=60)
+    assert (second.returncode, errors) == (0, "")
+    assert "encoding" not in output and "learning merges" not in output
+    assert outs(large) == everything
 
 
 def test_a_changed_file_of_the_same_size_is_tokenized_afresh(folder: Path) -> None:
@@ -330,6 +361,11 @@ def test_what_dvc_has_committed_is_made_again_when_forced(folder: Path) -> None:
     lock = (folder / "dvc.lock").read_text()
     assert "encoding" in dvc("repro", "--force")
     assert outs(folder) == before
+    # As where another process completes them while this one waits.
+    (complete,) = folder.glob(".work/tokenize/all/*/complete/meta.json")
+    os.utime(complete, (time.time() + 60,) * 2)
+    assert "encoding" not in dvc("repro", "--force")
+    os.utime(complete, (1e9, 1e9))
     # As after a kill between the stage's end and DVC's commit.
     (folder / "dvc.lock").unlink()
     assert "encoding" not in dvc("repro", "--force")

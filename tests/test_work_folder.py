@@ -28,7 +28,7 @@ import sys, time
 from pathlib import Path
 from stages.work_folder import WorkFolderError, hold_work_folder
 try:
-    with hold_work_folder(Path(sys.argv[1]), "train", sys.argv[2], sys.argv[3]):
+    with hold_work_folder(Path(sys.argv[1]), "train", sys.argv[2], sys.argv[3], waits_as={waits_as}):
         print("held", flush=True)
         {body}
 except WorkFolderError as error:
@@ -38,13 +38,16 @@ except WorkFolderError as error:
 
 
 class Holder:
-    def __init__(self, root: Path, variant: str, fingerprint: str, body: str) -> None:
-        code = HOLDER.format(body=body)
+    def __init__(
+        self, root: Path, variant: str, fingerprint: str, body: str, waits_as: str | None = None
+    ) -> None:
+        code = HOLDER.format(body=body, waits_as=repr(waits_as))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, str(root), variant, fingerprint],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE if waits_as else None,
             text=True,
         )
 
@@ -65,9 +68,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     holders: list[Holder] = []
 
     def begin(
-        variant: str = "baseline", fingerprint: str = FINGERPRINT, body: str = "sys.stdin.read()"
+        variant: str = "baseline",
+        fingerprint: str = FINGERPRINT,
+        body: str = "sys.stdin.read()",
+        waits_as: str | None = None,
     ) -> Holder:
-        holders.append(Holder(tmp_path, variant, fingerprint, body))
+        holders.append(Holder(tmp_path, variant, fingerprint, body, waits_as))
         return holders[-1]
 
     yield begin
@@ -113,6 +119,24 @@ def test_a_second_trainer_is_told_who_holds_it(tmp_path: Path, start: Start) -> 
     )
     assert message, raised.value
     assert abs(datetime.fromisoformat(message[1]).timestamp() - time.time()) < 60
+
+
+def test_who_waits_says_once_for_whom_and_finds_what_that_one_left(tmp_path: Path, start: Start) -> None:
+    holder = start(body="sys.stdin.readline()")
+    assert holder.line() == "held"
+    waiting = start(waits_as="train baseline")
+    assert waiting.process.stderr is not None and holder.process.stdin is not None
+    pid = holder.process.pid
+    assert re.fullmatch(
+        rf"train baseline: process {pid} on \S+ trains baseline with these params since \S+ \(less than a "
+        rf"minute ago\); waiting for it \(`kill {pid}` stops it\)\n",
+        waiting.process.stderr.readline(),
+    )
+    (tmp_path / "train/baseline" / FINGERPRINT[:16] / "checkpoint").write_text("state")
+    holder.process.communicate("go\n")
+    assert waiting.line() == "held"
+    assert waiting.process.communicate() == ("", "")
+    assert contents(tmp_path / "train/baseline" / FINGERPRINT[:16]) == {"lock", "checkpoint"}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +348,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -
 
 def test_a_full_disk_is_named_with_the_reason(start: Start, tmp_path: Path) -> None:
     """The limit on a file's size stands for the full disk: both fail in `write`."""
-    code = HOLDER.format(body="pass").replace(
+    code = HOLDER.format(body="pass", waits_as=None).replace(
         "try:",
         "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\ntry:",

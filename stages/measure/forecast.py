@@ -10,7 +10,12 @@ need, whichever is longer, and the kinds follow one another. It is a forecast, n
   the bandwidth;
 - 4 to 8 microseconds of the host for each kernel; the device waits where that is longer than its work;
 - bytes as stages/model/llama.py moves them, each tensor read and written once per operation; torch.compile
-  halves those of norms, rotary embedding and SwiGLU, and the number of kernels.
+  halves those of norms, rotary embedding and SwiGLU, and the number of kernels;
+- what travels between ranks in a ring, or between GPU and host, at 40 to 85 % of the link's figure (reported
+  of nccl-tests: 200 of 300 GB/s on A100, NVIDIA/nccl-tests#149; 28 of 64 on RTX 5090, NVIDIA/nccl#1639); of
+  more than eight ranks, at the bandwidth of a machine's network where that is less. At best it hides behind
+  what is computed meanwhile, at worst nothing of it does;
+- an optimizer in host memory moves its bytes at 40 to 200 GB/s, which the ranks of a machine share.
 
 Attention counts the half under the diagonal, which is what the kernels compute.
 """
@@ -28,7 +33,11 @@ TENSOR_CORE_EFFICIENCY = (0.65, 0.35)
 FP32_EFFICIENCY = (0.90, 0.55)
 BANDWIDTH_EFFICIENCY = (0.90, 0.60)
 LAUNCH_SECONDS = (4e-6, 8e-6)
+LINK_EFFICIENCY = (0.85, 0.40)
+HOST_BYTES_PER_SECOND = (200e9, 40e9)
 """Best and worst case; see the top of this page."""
+
+RANKS_PER_MACHINE = 8
 
 _KERNELS_PER_BLOCK = 110
 """Forward and backward of one block, eager, counted by hand; recomputing it adds a third."""
@@ -41,14 +50,14 @@ _FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one variant on one GPU; every pair is (best case, worst case)."""
+    """Of one variant on one GPU for each rank; every pair is (best case, worst case)."""
 
     step_seconds: tuple[float, float]
     tokens_per_second: tuple[float, float]
     hours: tuple[float, float]
     """For the whole training.token_budget, compilation and checkpoints left out."""
     cost_per_billion_tokens: tuple[float, float] | None
-    """In the currency of hardware.price_per_hour; None where that is not set."""
+    """Of all ranks, in the currency of hardware.price_per_hour; None where that is not set."""
 
     @property
     def middle_tokens_per_second(self) -> float:
@@ -79,7 +88,10 @@ def forecast(
     target: Target,
     price_per_hour: float | None = None,
 ) -> Forecast:
-    """Forecast the speed of a variant on a GPU.
+    """Forecast the speed of a variant on a GPU, or on training.ranks of them.
+
+    Args:
+        price_per_hour: of one GPU.
 
     Raises:
         ValueError: `no_forecast_reason` gives one.
@@ -91,7 +103,8 @@ def forecast(
     best, worst = ((s, tokens / s, training.num_steps * s / 3600) for s in seconds)
     cost = None
     if price_per_hour is not None:
-        cost = (price_per_hour * 1e9 / 3600 / best[1], price_per_hour * 1e9 / 3600 / worst[1])
+        price = price_per_hour * training.ranks
+        cost = (price * 1e9 / 3600 / best[1], price * 1e9 / 3600 / worst[1])
     return Forecast((best[0], worst[0]), (best[1], worst[1]), (best[2], worst[2]), cost)
 
 
@@ -115,11 +128,32 @@ def _step_seconds(
     for kind, flops, moved_bytes in work.products():
         device += max(flops / rates[kind], moved_bytes / bandwidth)
     host = work.kernels * LAUNCH_SECONDS[case]
-    micro_batches = variant.accumulation_steps(training.global_batch_size)
+    micro_batches = work.micro_batches
     optimizer = work.optimizer_bytes / bandwidth
     if work.orthogonalization_flops:
         optimizer += work.orthogonalization_flops / rates["bf16"]
-    return micro_batches * max(device, host) + optimizer
+    if variant.parallelism == "fsdp_cpu_offload":
+        on_machine = min(training.ranks, RANKS_PER_MACHINE)
+        optimizer = work.optimizer_bytes * on_machine / HOST_BYTES_PER_SECOND[case]
+    micro_batch = max(device, host)
+    # Gradients can hide behind the rest of the last backward pass, which is two thirds of a micro-batch.
+    every, last = (
+        work.travel_seconds(travel, target, LINK_EFFICIENCY[case])
+        for travel in (work.every_travel, work.last_travel)
+    )
+    hides = 1.0 if case == 0 else 0.0
+    waits = micro_batches * max(every - hides * micro_batch, 0.0)
+    waits += max(last - hides * max(micro_batch * 2 / 3 - every, 0.0), 0.0)
+    return micro_batches * micro_batch + optimizer + waits
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Bytes that go through a rank's links."""
+
+    between_ranks: float = 0.0
+    """In a ring, counted once for each time that they are all passed on."""
+    to_and_from_host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +168,11 @@ class _Work:
     @cached_property
     def tokens(self) -> int:
         return self.variant.micro_batch_size * self.training.sequence_length
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank in one step."""
+        return self.variant.accumulation_steps(self.training.global_batch_size, self.training.ranks)
 
     @property
     def is_mixed(self) -> bool:
@@ -210,7 +249,7 @@ class _Work:
         loss = self.vocab_size * (34 if computed == 2 else 28)
         total = tokens * (model.num_hidden_layers * block + loss + 6 * hidden * stored)
         # Read what is there, read what is new, write the sum.
-        if self.variant.accumulation_steps(self.training.global_batch_size) > 1:
+        if self.micro_batches > 1:
             total += 3 * stored * self.parameters
         if self.is_mixed:  # weights cast to 16 bits, their gradients cast back
             total += 12 * (
@@ -240,7 +279,51 @@ class _Work:
         stored = self.stored_bytes
         clipping = 3 * stored if self.training.max_grad_norm is not None else 0
         states = 2 * 2 * (1 if self.variant.optimizer == "adamw_8bit" else stored)
-        return float(self.parameters * (clipping + 3 * stored + states))
+        return float(self.kept_parameters * (clipping + 3 * stored + states))
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.variant.parallelism != "ddp"
+
+    @property
+    def kept_parameters(self) -> float:
+        """Of one rank."""
+        return self.parameters / self.training.ranks if self.is_sharded else self.parameters
+
+    @property
+    def block_parameters(self) -> int:
+        return self.model.num_hidden_layers * block_matmul_parameters(self.model)
+
+    @property
+    def every_travel(self) -> _Travel:
+        """With each micro-batch: weights of the blocks for the forward and for the backward pass, the others
+        once."""
+        if not self.is_sharded:
+            return _Travel()
+        rest = self.parameters - self.block_parameters
+        gathered = float(2 * self.block_parameters * self.computed_bytes + rest * self.stored_bytes)
+        from_host = 0.0
+        if self.variant.parallelism == "fsdp_cpu_offload":
+            from_host = (2 * self.block_parameters + rest) * self.stored_bytes / self.training.ranks
+        return _Travel(gathered, from_host)
+
+    @property
+    def last_travel(self) -> _Travel:
+        """With the last micro-batch: the gradients."""
+        gradients = float(self.parameters * self.stored_bytes)
+        if not self.is_sharded:
+            return _Travel(2 * gradients)  # summed in parts, and the sums passed on
+        is_offloaded = self.variant.parallelism == "fsdp_cpu_offload"
+        return _Travel(gradients, gradients / self.training.ranks if is_offloaded else 0.0)
+
+    def travel_seconds(self, travel: _Travel, target: Target, efficiency: float) -> float:
+        ranks = self.training.ranks
+        link = target.link_bytes_per_second
+        if ranks > RANKS_PER_MACHINE:
+            # A ring crosses into each machine once, with as many rings as there are network cards.
+            link = min(link, target.network_bytes_per_second)
+        between_ranks = travel.between_ranks * (ranks - 1) / ranks / (link * efficiency)
+        return between_ranks + travel.to_and_from_host / (target.host_bytes_per_second * efficiency)
 
     @property
     def orthogonalization_flops(self) -> float:

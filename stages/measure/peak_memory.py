@@ -69,6 +69,11 @@ def measure_peak(device: torch.device, fn: Callable[[], object]) -> PeakMemory:
     return PeakMemory(bytes=_cpu_peak(fn), kind=CPU_KIND, reserved_bytes=None)
 
 
+def highest(peaks: Iterable[PeakMemory | None]) -> PeakMemory | None:
+    """The highest of those that were measured."""
+    return max((peak for peak in peaks if peak is not None), key=lambda peak: peak.bytes, default=None)
+
+
 def peak_rss_bytes() -> int:
     """The process's peak resident set since it began (Linux reports it in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,9 +2,9 @@
 a block is given away whole because the rest is too small to be split off.
 
 After c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of PyTorch 2.13, with the default
-settings (no expandable segments, no limit on splitting) and one stream, which is all that the step uses for
-memory. Memory is taken from the driver in segments; a request is served from the smallest free block that
-holds it; neighbouring free blocks of a segment become one again.
+settings (no expandable segments, no limit on splitting). Each stream has memory of its own; the step has one
+stream, with FSDP2 a few. Memory is taken from the driver in segments; a request is served from the smallest
+free block that holds it; neighbouring free blocks of a segment become one again.
 """
 
 from bisect import bisect_left, insort
@@ -91,15 +91,26 @@ class _Pool:
         del self._free[bisect_left(self._free, (block.size, block.segment, block.start))]
 
 
-def allocator_peaks(sizes: Sequence[int], events: Iterable[int], measured_from: int) -> AllocatorPeaks:
+def allocator_peaks(
+    sizes: Sequence[int], events: Iterable[int], measured_from: int, streams: Sequence[int] | None = None
+) -> AllocatorPeaks:
     """Follow a sequence of allocations and releases from an empty device.
 
     Args:
         sizes: bytes asked for, for each block.
         events: `i`: block i was allocated; `~i` (negative): it was released.
         measured_from: the peaks count from this event on.
+        streams: the stream of each block; None: all are of one.
     """
-    pools = _Pool(small=True), _Pool(small=False)
+    pools: dict[tuple[int, bool], _Pool] = {}
+
+    def pool_of(index: int) -> _Pool:
+        small = sizes[index] <= _SMALL_SIZE
+        key = (0 if streams is None else streams[index], small)
+        if key not in pools:
+            pools[key] = _Pool(small)
+        return pools[key]
+
     living: dict[int, _Block] = {}
     segments = reserved = allocated = 0
     highest_allocated = highest_reserved = 0
@@ -108,10 +119,10 @@ def allocator_peaks(sizes: Sequence[int], events: Iterable[int], measured_from: 
             block = living.pop(~index, None)
             if block is not None:
                 allocated -= block.size
-                pools[sizes[~index] > _SMALL_SIZE].give_back(block)
+                pool_of(~index).give_back(block)
         elif sizes[index]:
             size = -(-sizes[index] // MIN_BLOCK) * MIN_BLOCK
-            pool = pools[size > _SMALL_SIZE]
+            pool = pool_of(index)
             block = pool.take(size)
             if block is None:
                 segment = _segment_bytes(size)

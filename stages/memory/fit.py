@@ -24,6 +24,10 @@ from stages.params.section import divisors
 RECOMPUTES = ("none", "selective", "every_block")
 LOSSES = ("full", "chunked")
 """What `fit: auto` searches, the mildest first."""
+_ALONE: tuple[str, ...] = ("ddp",)
+_SHARED: tuple[str, ...] = ("ddp", "fsdp")
+_LAST_RESORT: tuple[str, ...] = ("fsdp_cpu_offload",)
+"""Parallelisms that it searches: with one rank, with more, and where nothing else fits."""
 
 ESTIMATE_ERROR = 0.10
 ESTIMATE_MARGIN = "error of the estimate for compiled blocks"
@@ -164,13 +168,29 @@ def fit_variant(predictions: Predictions, variant: str) -> Fit:
         )
     if predictions.machine.capacity_bytes is None:
         raise FitError(f"variants.{variant}: auto needs hardware.target or hardware.memory_gib")
-    return _fastest(predictions, variant, groups)
+    tried: list[tuple[VariantParams, str]] = []
+    fit = _fastest(predictions, groups, tried)
+    if fit is None and predictions.machine.device == "cuda":
+        groups = candidates_of(predictions.params, written, last_resort=True)
+        # Nothing is leaner than the last group, and a prediction of each would take minutes.
+        if groups and any(map(predictions.fits, (groups[-1][0], groups[-1][-1]))):
+            fit = _fastest(predictions, groups, tried)
+        else:
+            tried += [(group[0], "does not fit") for group in groups[-1:]]
+    if fit is not None:
+        return fit
+    raise FitError(_nothing_fits(predictions, variant, [recipe for recipe, _ in tried]))
 
 
-def candidates_of(params: Params, written: VariantParams) -> list[list[VariantParams]]:
+def candidates_of(
+    params: Params, written: VariantParams, last_resort: bool = False
+) -> list[list[VariantParams]]:
     """The recipes that a variant may become, those that differ in the micro-batch alone together, ascending.
 
     Of a variant that is whole: itself with every micro-batch.
+
+    Args:
+        last_resort: those that keep their weights in host memory, where the variant does not say otherwise.
     """
     searches = isinstance(written, VariantToPlan) and written.fit is not None
     given = (
@@ -183,10 +203,18 @@ def candidates_of(params: Params, written: VariantParams) -> list[list[VariantPa
     if searches:
         recomputes = [given["recompute"]] if "recompute" in given else RECOMPUTES
         losses = [given["loss"]] if "loss" in given else LOSSES
-        techniques = [{"recompute": r, "loss": loss} for r, loss in product(recomputes, losses)]
+        parallelisms = _SHARED if params.training.ranks > 1 else _ALONE
+        if last_resort:
+            parallelisms = _LAST_RESORT
+        if "parallelism" in given:
+            parallelisms = () if last_resort else (given["parallelism"],)
+        techniques = [
+            {"parallelism": parallelism, "recompute": r, "loss": loss}
+            for parallelism, r, loss in product(parallelisms, recomputes, losses)
+        ]
     groups = []
     for choice in techniques:
-        sized = sizes or divisors(params.training.global_batch_size)
+        sized = sizes or divisors(params.training.global_batch_size // params.training.ranks)
         group = [recipe for size in sized if (recipe := _allowed(params, given | choice, size)) is not None]
         if group:
             groups.append(group)
@@ -202,15 +230,19 @@ def _allowed(params: Params, keys: dict[str, Any], micro_batch_size: int) -> Var
     return None if broken else recipe
 
 
-def _fastest(predictions: Predictions, variant: str, groups: list[list[VariantParams]]) -> Fit:
-    """The fastest recipe that fits.
+def _fastest(
+    predictions: Predictions, groups: list[list[VariantParams]], seen: list[tuple[VariantParams, str]]
+) -> Fit | None:
+    """The fastest recipe that fits; None where none does.
+
+    Args:
+        seen: what was looked at before, and is added to.
 
     A larger micro-batch is never forecast to be slower, so the whole global batch bounds each group: groups
     are searched by falling bound until the best that fits is at least as fast as every bound left.
     """
     ranked = sorted(groups, key=lambda group: -_rank(predictions, group[-1]))
     best: VariantParams | None = None
-    seen: list[tuple[VariantParams, str]] = []
     for group in ranked:
         if best is not None and _rank(predictions, group[-1]) <= _rank(predictions, best):
             seen.append((group[-1], _SLOWER))
@@ -223,7 +255,7 @@ def _fastest(predictions: Predictions, variant: str, groups: list[list[VariantPa
             if best is None or _rank(predictions, found.recipe) > _rank(predictions, best):
                 best = found.recipe
     if best is None:
-        raise FitError(_nothing_fits(predictions, variant, [recipe for recipe, _ in seen]))
+        return None
     return Fit(
         best,
         tuple(
@@ -268,16 +300,28 @@ def _nothing_fits(predictions: Predictions, variant: str, tried: list[VariantPar
         f"variants.{variant}: nothing fits {readable_bytes(predictions.machine.capacity_bytes or 0)} "
         f"({predictions.machine.label} less hardware.memory_reserve_gib); the leanest is "
         f"{recipe_words(leanest)} with micro_batch_size {leanest.micro_batch_size} and needs "
-        f"{readable_bytes(predictions.needed_bytes(leanest))}; use a smaller model, optimizer: adamw_8bit, "
-        "precision: bf16, or a larger target"
+        f"{readable_bytes(predictions.needed_bytes(leanest))}; use a smaller model, "
+        f"{_leaner_state(predictions.params, leanest)}, or a larger target"
     )
+
+
+def _leaner_state(params: Params, leanest: VariantParams) -> str:
+    """What makes weights, gradients and optimizer states smaller, as lines of params.yaml say it."""
+    ranks = params.training.ranks
+    alone = "optimizer: adamw_8bit, precision: bf16"
+    if leanest.parallelism != "ddp":
+        return f"more ranks (training.ranks is {ranks})"
+    sharded = leanest.model_dump() | {"parallelism": "fsdp"}
+    if ranks > 1 and _allowed(params, sharded, leanest.micro_batch_size):
+        return f"parallelism: fsdp, {alone}"
+    return f"{alone}, parallelism: fsdp over several GPUs (training.ranks)" if ranks == 1 else alone
 
 
 def recipe_words(recipe: VariantParams) -> str:
     """`amp_bf16, recompute selective, loss chunked`: what is not the default, shortly."""
     words: list[str] = [recipe.precision]
     plain = VariantParams(micro_batch_size=1)
-    for key in ("recompute", "loss", "compile", "optimizer"):
+    for key in ("parallelism", "recompute", "loss", "compile", "optimizer"):
         value = getattr(recipe, key)
         if value != getattr(plain, key):
             named = (
@@ -285,7 +329,7 @@ def recipe_words(recipe: VariantParams) -> str:
                 if isinstance(value, str)
                 else " ".join(f"{k} {v:g}" for k, v in value.model_dump().items())
             )
-            words.append(f"{key} {named}")
+            words.append(named if key == "parallelism" else f"{key} {named}")
     if recipe.optimizer_in_backward:
         words.append("optimizer in backward")
     return ", ".join(words)

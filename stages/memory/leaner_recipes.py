@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -49,7 +49,12 @@ def change_that_fits(predictions: Predictions, recipe: VariantParams) -> str | N
     A smaller micro-batch changes no loss, so it is tried first; then the other techniques that do not.
     """
     params = predictions.params
-    for change in ({}, {"loss": "chunked"}, {"recompute": "every_block"}, _LEANEST):
+    changes: list[dict[str, Any]] = [{}, {"loss": "chunked"}, {"recompute": "every_block"}, _LEANEST]
+    if recipe.parallelism == "ddp" and params.training.ranks > 1:
+        changes += [{"parallelism": "fsdp"}, {"parallelism": "fsdp"} | _LEANEST]
+    if recipe.parallelism != "fsdp_cpu_offload" and predictions.machine.device == "cuda":
+        changes.append({"parallelism": "fsdp_cpu_offload"} | _LEANEST)
+    for change in changes:
         changed = recipe.model_copy(update=change)
         if change and changed == recipe:
             continue
@@ -65,14 +70,19 @@ _LEANEST = {"loss": "chunked", "recompute": "every_block"}
 
 
 def next_smaller_micro_batch(recipe: VariantParams, global_batch_size: int) -> int | None:
-    """The largest divisor of the global batch of at most half this micro-batch; None at 1."""
+    """The largest divisor of at most half this micro-batch; None at 1.
+
+    Args:
+        global_batch_size: what one rank has of it.
+    """
     smaller = [n for n in range(1, recipe.micro_batch_size // 2 + 1) if global_batch_size % n == 0]
     return smaller[-1] if smaller else None
 
 
 def _changes(recipe: VariantParams, params: Params) -> Iterator[tuple[str, VariantParams]]:
     smaller: int | None = recipe.micro_batch_size
-    global_batch_size = params.training.global_batch_size
+    ranks = params.training.ranks
+    global_batch_size = params.training.global_batch_size // ranks
     updates: list[dict[str, object]] = []
     while smaller := next_smaller_micro_batch(
         recipe.model_copy(update={"micro_batch_size": smaller}), global_batch_size
@@ -84,6 +94,8 @@ def _changes(recipe: VariantParams, params: Params) -> Iterator[tuple[str, Varia
         updates += [{"recompute": "selective"}, {"recompute": "every_block"}]
     if recipe.optimizer == "adamw":
         updates.append({"optimizer": "adamw_8bit"})
+    if recipe.parallelism == "ddp" and ranks > 1:
+        updates.append({"parallelism": "fsdp"})
     for update in updates:
         try:
             changed = VariantParams(**recipe.model_dump() | update)

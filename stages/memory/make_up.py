@@ -12,6 +12,7 @@ CATEGORIES = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS, LOGITS_AND_LO
 
 RESIDUAL_STREAM, WEIGHT_COPIES, BATCH = "residual stream", "16-bit weight copies", "batch and rotary tables"
 OFFLOADED = "offloaded, on the device again"
+GATHERED = "weights gathered from the ranks"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,25 @@ def make_up_of_peak(trace: StepTrace, rounding: int) -> MakeUp:
     )
 
 
+def host_peak_bytes(trace: StepTrace) -> int:
+    """Highest bytes of the trainer's tensors in host memory in the second step; 0 where it keeps none there.
+
+    Weights and gradients are pinned, and what is pinned is rounded up to a power of two
+    (ATen/core/CachingHostAllocator.h).
+    """
+    pinned = trace.parameters | trace.gradients
+    sizes = [
+        1 << (block.host_bytes - 1).bit_length() if index in pinned and block.host_bytes else block.host_bytes
+        for index, block in enumerate(trace.recorded.blocks)
+    ]
+    live = highest = 0
+    for event, index in enumerate(trace.recorded.events):
+        live += sizes[index] if index >= 0 else -sizes[~index]
+        if event >= trace.second_step:
+            highest = max(highest, live)
+    return highest
+
+
 def timeline(trace: StepTrace, rounding: int, points: int) -> Timeline:
     """The fullest moment of each of `points` equal stretches of events."""
     sizes = _rounded_sizes(trace, rounding)
@@ -124,9 +144,9 @@ def category_of(trace: StepTrace, index: int) -> str:
         return ACTIVATIONS
     block = trace.recorded.blocks[index]
     phase = trace.recorded.phases[block.phase]
-    if phase.part == HEAD_AND_LOSS:
+    if phase.part == HEAD_AND_LOSS and not block.gathered:
         return LOGITS_AND_LOSS
-    if block.returned:
+    if block.returned or block.gathered:
         return ACTIVATIONS
     if phase.direction in (BACKWARD, CLIPPING, OPTIMIZER_STEP, ""):
         return TEMPORARIES
@@ -139,6 +159,8 @@ def _kind(trace: StepTrace, index: int) -> str:
     block = trace.recorded.blocks[index]
     if index in trace.batch_and_tables:
         return BATCH
+    if block.gathered:
+        return GATHERED
     if block.source in trace.parameters:
         return WEIGHT_COPIES
     if block.returned:

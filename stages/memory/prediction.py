@@ -1,7 +1,11 @@
 """The predicted peak memory of a training step, and what it is made of."""
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Literal
+
+import torch.distributed as dist
 
 from stages.memory.cuda_allocator import MIN_BLOCK, allocator_peaks
 from stages.memory.make_up import (
@@ -12,11 +16,13 @@ from stages.memory.make_up import (
     PARAMETERS,
     TEMPORARIES,
     Timeline,
+    host_peak_bytes,
     make_up_of_peak,
     timeline,
 )
 from stages.memory.step_trace import StepTrace, trace_step
 from stages.params import ModelParams, TrainingParams, VariantParams
+from stages.training.parallel import is_sharded
 
 TIMELINE_POINTS = 2000
 
@@ -29,8 +35,9 @@ DEFAULT_COMPUTE_CAPABILITY = (8, 6)
 
 UNSPLIT, CUBLAS = "rests that the allocator does not split off", "cuBLAS workspaces"
 FRAGMENTATION, CONTEXT = "fragmentation", "CUDA context and kernels"
+NCCL = "NCCL buffers"
 """Names of the allowances. The first two are part of torch.cuda.max_memory_allocated, the first three of
-max_memory_reserved, the last of neither. Fragmentation is that of a device with room: short of memory, the
+max_memory_reserved, the others of neither. Fragmentation is that of a device with room: short of memory, the
 allocator gives segments that are free as a whole back to the driver, and some of it is saved."""
 
 _CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 2**10
@@ -42,10 +49,15 @@ CONTEXT_BYTES = 512 * 2**20
 shows some 200 to 500 MiB, more for larger GPUs, where kernels are loaded as they are first used
 (CUDA_MODULE_LOADING is LAZY since CUDA 12.2)."""
 
+NCCL_BYTES = 512 * 2**20
+"""What NCCL takes for one group of ranks. Assumed, not computed: a channel has buffers of 4 MiB
+(NCCL_BUFFSIZE) and smaller ones for short messages, to and from a neighbour; 32 channels make some 0.5 GiB.
+It takes fewer channels on slower links."""
+
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Predicted live tensor bytes at the fullest moment of a step; the components are its sum."""
+    """Predicted live tensor bytes of one rank at the fullest moment of a step; the components are its sum."""
 
     moment: str
     """Where in the step the peak is, such as `head and loss, backward`."""
@@ -55,7 +67,8 @@ class MemoryPrediction:
     optimizer_state: int
     """Kept between steps."""
     activations: int
-    """Saved for backward, recomputed or brought back; 16-bit copies of weights; the batch."""
+    """Saved for backward, recomputed or brought back; weights gathered from other ranks; 16-bit copies of
+    weights; the batch."""
     logits_and_loss: int
     temporaries: int
     """Gradients of activations, what a kernel holds inside, the optimizer's scratch."""
@@ -63,9 +76,12 @@ class MemoryPrediction:
     """The activations by the part of the model that made them, the largest first."""
     allowances: dict[str, int]
     """What the process needs on the device beside live tensors, each in bytes; empty on a CPU."""
+    host_bytes: int
+    """Highest bytes of a rank's tensors in host memory; 0 where a GPU's step keeps none there."""
     accuracy: Literal["exact", "estimate"]
     """exact: byte for byte on a CPU (benchmarks/plan_accuracy.py). estimate: the variant is compiled, and
-    what the compiler fuses away is reckoned by rules; within 10 % there."""
+    what the compiler fuses away is reckoned by rules, within 10 % there, or, where ranks share the weights,
+    not at all, so that less may be needed."""
     timeline: Timeline
     """Live bytes over the step."""
     method: str = "traced"
@@ -102,11 +118,18 @@ def predict(
 ) -> MemoryPrediction:
     """Predict the peak of a step in which the optimizer state exists already (the second or later).
 
+    It is that of the first of training.ranks; the others need as much or less.
+
     Args:
         device: whose kernels run; auto takes the CPU's.
         compute_capability: of a CUDA device.
     """
     target: Literal["cuda", "cpu"] = "cuda" if device == "cuda" else "cpu"
+    if is_sharded(variant) and dist.is_initialized():
+        # A process has one default group, and the trace needs a group that moves nothing.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            arguments = (model, vocab_size, training, variant, device, compute_capability)
+            return other.submit(predict, *arguments).result()
     trace = trace_step(model, vocab_size, training, variant, target, compute_capability)
     peak = make_up_of_peak(trace, _ROUNDING[target])
     return MemoryPrediction(
@@ -118,18 +141,25 @@ def predict(
         logits_and_loss=peak.by_category[LOGITS_AND_LOSS],
         temporaries=peak.by_category[TEMPORARIES],
         activations_by_kind=peak.activations_by_kind,
-        allowances=_allowances(trace, peak.bytes) if target == "cuda" else {},
+        allowances=_allowances(trace, peak.bytes, training.ranks) if target == "cuda" else {},
+        host_bytes=host_peak_bytes(trace) if target == "cuda" else 0,
         accuracy="exact" if variant.compile == "off" else "estimate",
         timeline=timeline(trace, _ROUNDING[target], TIMELINE_POINTS),
     )
 
 
-def _allowances(trace: StepTrace, peak_bytes: int) -> dict[str, int]:
-    sizes = [block.bytes for block in trace.recorded.blocks]
-    peaks = allocator_peaks(sizes, trace.recorded.events, trace.second_step)
-    return {
+def _allowances(trace: StepTrace, peak_bytes: int, ranks: int) -> dict[str, int]:
+    blocks = trace.recorded.blocks
+    peaks = allocator_peaks(
+        [block.bytes for block in blocks],
+        trace.recorded.events,
+        trace.second_step,
+        [block.stream for block in blocks],
+    )
+    allowances = {
         UNSPLIT: peaks.allocated - peak_bytes,
         CUBLAS: 2 * _CUBLAS_WORKSPACE_BYTES,
         FRAGMENTATION: peaks.reserved - peaks.allocated,
         CONTEXT: CONTEXT_BYTES,
     }
+    return allowances | ({NCCL: NCCL_BYTES} if ranks > 1 else {})

@@ -7,7 +7,7 @@ needed.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,21 @@ from stages.memory.target_kernels import (
     use_cuda_norms,
     workspace_bytes,
 )
+from stages.memory.traced_ranks import (
+    TracedParallel,
+    TracedRanks,
+    fake_group,
+    local,
+    shapes_unseen,
+    weights_on_host,
+)
 from stages.model.llama import Attention, FeedForward
 from stages.params import ModelParams, Params, TokenizerParams, TrainingParams, VariantParams
 from stages.training.fp8 import apply_fp8
 from stages.training.offload import BlockOffload
+from stages.training.parallel import is_sharded
 from stages.training.precision import PrecisionPolicy
+from stages.training.ranks import Ranks
 from stages.training.recompute import apply_recompute
 from stages.training.state import TrainState, initial_state
 from stages.training.step import train_step
@@ -80,25 +90,33 @@ def trace_step(
     fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     with (
         torch.random.fork_rng(devices=[]),
+        fake_group(variant, training.ranks),
         kernels_of(target, compute_capability),
         fake_mode,
-        FakeAnswers(fake_mode),
+        FakeAnswers(fake_mode) as answers,
     ):
-        return _traced(params, target, tables)
+        return _traced(params, target, tables, answers)
 
 
-def _traced(params: Params, target: Target, tables: list[Tensor]) -> StepTrace:
+def _traced(params: Params, target: Target, tables: list[Tensor], answers: FakeAnswers) -> StepTrace:
     variant, training = params.variants[_NAME], params.training
     tracker = StorageTracker(partial(workspace_bytes, target))
-    state, policy = _state(params, target, tracker)
-    phases = _Phases(tracker, state)
+    if is_sharded(variant):
+        from torch.distributed.tensor import DTensor
+
+        tracker.subclasses = answers.subclasses = (DTensor,)
+    ranks = TracedRanks(0, training.ranks, 0, training.ranks)
+    state, policy = _state(params, target, tracker, ranks)
+    on_host = variant.parallelism == "fsdp_cpu_offload" and target == "cuda"
+    phases = _Phases(tracker, state, optimizer_on_host=on_host)
     micro_batches, waiting = _micro_batches(params)
     # What is compiled is so by now; the step itself would only tell the compiler about its batch.
     eager = variant.model_copy(update={"compile": "off"})
-    step = partial(train_step, state, variant=eager, training=training, policy=policy)
     on_cuda = target == "cuda"  # a CPU's batches are NumPy's, and no tensors of the allocator
     tracker.recorded.begin("", "")
-    parameters = {tracker.follow(parameter) for parameter in state.model.parameters()}
+    parameters = {tracker.follow(local(p), on_host=on_host) for p in state.model.parameters()}
+    parallel = TracedParallel(state.model, variant, ranks, tracker)
+    step = partial(train_step, state, variant=eager, training=training, policy=policy, parallel=parallel)
     batch_and_tables = {tracker.follow(buffer) for buffer in state.model.buffers()}
     batch_and_tables |= {
         tracker.follow(tensor, counts=on_cuda)
@@ -108,7 +126,15 @@ def _traced(params: Params, target: Target, tables: list[Tensor]) -> StepTrace:
     }
     for table in tables:
         tracker.follow(table)
-    with tracker, _random_states_followed(tracker, on_device=not on_cuda):
+    weights = weights_on_host(state.model, tracker) if on_host else nullcontext()
+    shapes = shapes_unseen(tracker) if is_sharded(variant) else nullcontext()
+    with (
+        tracker,
+        _random_states_followed(tracker, on_device=not on_cuda),
+        tracker.storages_resized(),
+        shapes,
+        weights,
+    ):
         step(micro_batches[:1])
         optimizer_state = {tracker.follow(tensor) for tensor in [*_kept_between_steps(state), *tables]}
         second_step = len(tracker.recorded.events)
@@ -119,7 +145,7 @@ def _traced(params: Params, target: Target, tables: list[Tensor]) -> StepTrace:
         tracker.stop(),
         second_step,
         frozenset(parameters),
-        frozenset(phases.gradients),
+        frozenset(phases.gradients | parallel.gradients),
         frozenset(optimizer_state),
         frozenset(batch_and_tables),
     )
@@ -139,7 +165,9 @@ def _params(model: ModelParams, vocab_size: int, training: TrainingParams, varia
     )
 
 
-def _state(params: Params, target: Target, tracker: StorageTracker) -> tuple[TrainState, PrecisionPolicy]:
+def _state(
+    params: Params, target: Target, tracker: StorageTracker, ranks: Ranks
+) -> tuple[TrainState, PrecisionPolicy]:
     """The engine's initial state with precision, recompute and compilation applied.
 
     A CPU knows no tf32 and no fp8. tf32 is fp32 in memory; fp8 is bf16 autocast and then `apply_fp8`.
@@ -148,13 +176,16 @@ def _state(params: Params, target: Target, tracker: StorageTracker) -> tuple[Tra
     stand_ins = {"tf32": "fp32", "fp8": "amp_bf16"}
     precision = stand_ins.get(variant.precision, variant.precision)
     stand_in = variant.model_copy(update={"precision": precision})
-    state, policy = initial_state(params.model_copy(update={"variants": {_NAME: stand_in}}), _NAME, _CPU)
+    stood_in = params.model_copy(update={"variants": {_NAME: stand_in}})
+    state, policy = initial_state(stood_in, _NAME, _CPU, ranks)
     if variant.precision == "fp8":
         apply_fp8(state.model)
     if target == "cuda":
         # The compiler makes kernels of its own of the norms within blocks.
-        use_cuda_norms(state.model if variant.compile == "off" else state.model.norm)
-    if variant.compile != "off":
+        fuses_norms = variant.compile != "off" and not is_sharded(variant)
+        use_cuda_norms(state.model.norm if fuses_norms else state.model)
+    # A block whose weights are gathered by hooks within it is no single graph: it is followed as eager.
+    if variant.compile != "off" and not is_sharded(variant):
         with policy.autocast():
             compile_blocks(state.model, variant, tracker, _example(params, policy))
     elif variant.recompute == "offload":
@@ -178,7 +209,7 @@ def _example(params: Params, policy: PrecisionPolicy) -> tuple[Tensor | None, ..
 def _kept_between_steps(state: TrainState) -> Iterator[Tensor]:
     """What optimizer, schedule and scaler hold, and the counts of the state itself."""
     for entry in state.optimizer.state.values():
-        yield from entry.values()
+        yield from map(local, entry.values())
     for owner in (state, state.optimizer, state.schedule, state.scaler):
         for value in vars(owner).values():
             if isinstance(value, Tensor):
@@ -227,7 +258,7 @@ def _micro_batches(params: Params) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """
     variant, training = params.variants[_NAME], params.training
     rows, positions = variant.micro_batch_size, training.sequence_length
-    count = variant.accumulation_steps(training.global_batch_size)
+    count = variant.accumulation_steps(training.global_batch_size, training.ranks)
 
     def micro_batch() -> MicroBatch:
         ids, targets = torch.zeros((2, rows, positions), dtype=torch.int64).unbind()
@@ -241,7 +272,8 @@ def _micro_batches(params: Params) -> tuple[list[MicroBatch], list[MicroBatch]]:
 class _Phases:
     """Names the phase and the part of the model that run, for the tracker, from hooks that change nothing."""
 
-    def __init__(self, tracker: StorageTracker, state: TrainState):
+    def __init__(self, tracker: StorageTracker, state: TrainState, optimizer_on_host: bool):
+        self._optimizer_on_host = optimizer_on_host
         self.gradients: set[int] = set()
         self._tracker = tracker
         self._backward_of = ""
@@ -261,7 +293,7 @@ class _Phases:
                 module.register_forward_hook(self._leave, always_call=True)
         for parameter in model.parameters():
             parameter.register_hook(self._gradient_arrived)
-        state.optimizer.register_step_pre_hook(lambda *_: self._begin("", OPTIMIZER_STEP))
+        state.optimizer.register_step_pre_hook(lambda *_: self._step_begins(model))
 
     def _name(self, module: nn.Module, name: str) -> None:
         """The module's forward, and the gradients it computes from that of its output, are phases."""
@@ -286,6 +318,12 @@ class _Phases:
         if block is not None:
             self.gradients.add(block)
 
+    def _step_begins(self, model: nn.Module) -> None:
+        for parameter in model.parameters():  # parts of gradients, which no hook has seen
+            if parameter.grad is not None:
+                self._gradient_arrived(local(parameter.grad))
+        self._begin("", OPTIMIZER_STEP)
+
     def _on_operator(self) -> None:
         _, direction = self._current
         if torch._C._current_graph_task_id() != -1:
@@ -299,4 +337,6 @@ class _Phases:
     def _begin(self, part: str, direction: str) -> None:
         if (part, direction) != self._current:
             self._current = (part, direction)
+            if self._optimizer_on_host:
+                self._tracker.on_device = direction not in (CLIPPING, OPTIMIZER_STEP)
             self._tracker.recorded.begin(part, direction)

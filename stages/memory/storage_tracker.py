@@ -11,7 +11,8 @@ those bytes by `workspace` (target_kernels.py).
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +39,12 @@ class Block:
     """The block that this is a cast of."""
     returned: bool = False
     """Its bytes were computed before and have come back from the host."""
+    gathered: bool = False
+    """Weights of which this rank keeps a part."""
+    host_bytes: int = 0
+    """In host memory, of the trainer's tensors there; then `bytes` is 0."""
+    stream: int = 0
+    """The stream that it was made on; 0 is that of the model."""
     released_at: int | None = None
     """Index of the event; None: it outlived the recording."""
 
@@ -86,8 +93,13 @@ class StorageTracker(TorchDispatchMode):
         """Where the code is, outermost first."""
         self.on_device = True
         """False: what is allocated now is not in the device's memory and does not count."""
+        self.is_paused = False
+        """What runs now only finds out shapes."""
         self.with_workspaces = True
         """False: what runs now are steps of a kernel that holds nothing inside."""
+        self.subclasses: tuple[type, ...] = ()
+        """Types that take their operators apart first: what they do with their parts is seen then."""
+        self._streams = {id(torch.cpu.current_stream()): 0}
         self._workspace = workspace
         self._known: dict[int, int] = {}
         """Block of each living storage, by the address of its C++ object: fake ones have no other."""
@@ -102,6 +114,10 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE_QUERY:
             return args[0].fake_device
+        if self.subclasses and any(issubclass(kind, self.subclasses) for kind in types):
+            return NotImplemented
+        if self.is_paused:
+            return func(*args, **kwargs or {})
         self.on_operator()
         result = func(*args, **kwargs or {})
         for tensor in _tensors(result):
@@ -109,7 +125,7 @@ class StorageTracker(TorchDispatchMode):
             if storage._cdata not in self._known:
                 block = self._allocate(storage)
                 if not self.on_device:
-                    block.bytes = 0
+                    block.bytes, block.host_bytes = 0, block.bytes
                 if func is _CAST:
                     block.source = self._known.get(args[0].untyped_storage()._cdata)
         if not self.on_device and func is _COPY and (index := self.block_of(args[0])) is not None:
@@ -119,17 +135,43 @@ class StorageTracker(TorchDispatchMode):
             self._release(len(self.recorded.blocks) - 1)
         return result
 
-    def follow(self, tensor: Tensor, counts: bool = True) -> int:
+    def follow(self, tensor: Tensor, counts: bool = True, on_host: bool = False) -> int:
         """Follow a tensor that no operator made; returns its block's index.
 
         Args:
             counts: False: its bytes are not of the memory that is looked at.
+            on_host: they are of the host's memory.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             block = self._allocate(storage)
+            if on_host:
+                block.bytes, block.host_bytes = 0, block.bytes
             block.bytes = block.bytes if counts else 0
         return self._known[storage._cdata]
+
+    @contextmanager
+    def storages_resized(self) -> Iterator[None]:
+        """Inside, memory that a storage gives back, or has again, without an operator is followed too.
+
+        FSDP2 does so with gathered weights.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_follow(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized = resize(storage, size)
+            before = self._known.pop(storage._cdata, None)
+            if before is not None and self._references.pop(before, None) is not None:
+                self._release(before)
+            if size:
+                self._allocate(storage).gathered = True
+            return resized
+
+        torch.UntypedStorage.resize_ = resize_and_follow  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def block_of(self, tensor: Tensor) -> int | None:
         """Index of the block that holds a tensor; None where it is not followed."""
@@ -146,6 +188,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _allocate(self, storage: torch.UntypedStorage) -> Block:
         block = Block(storage.nbytes(), self._place, len(self.recorded.phases) - 1)
+        block.stream = self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
         index = self._record(block)
         self._known[storage._cdata] = index
         self._references[index] = weakref.ref(storage, partial(self._released, index, storage._cdata))

@@ -87,13 +87,13 @@ def use_cuda_norms(module: nn.Module) -> None:
     """Give all norms in it CUDA's fused kernel, which keeps x and 1 / rms; a CPU keeps x / rms as well."""
     for norm in module.modules():
         if isinstance(norm, nn.RMSNorm):
-            norm.forward = _fused_norm(norm.weight)  # type: ignore[method-assign]
+            norm.forward = _fused_norm(norm)  # type: ignore[method-assign]
 
 
-def _fused_norm(weight: Tensor) -> Any:
+def _fused_norm(norm: nn.RMSNorm) -> Any:
     def forward(x: Tensor) -> Tensor:
-        # Autocast has RMSNorm on its list of fp32.
-        return _FusedRMSNorm.apply(x.float() if torch.is_autocast_enabled("cpu") else x, weight)
+        # Autocast has RMSNorm on its list of fp32. The weight is another tensor where it is sharded.
+        return _FusedRMSNorm.apply(x.float() if torch.is_autocast_enabled("cpu") else x, norm.weight)
 
     return forward
 
@@ -134,6 +134,8 @@ class FakeAnswers(TorchDispatchMode):
 
     def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
+        self.subclasses: tuple[type, ...] = ()
+        """As StorageTracker's."""
         self._fake_mode = fake_mode
 
     @classmethod
@@ -145,6 +147,8 @@ class FakeAnswers(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if self.subclasses and any(issubclass(kind, self.subclasses) for kind in types):
+            return NotImplemented
         if func is aten._local_scalar_dense.default:
             # torch.optim checks that its learning rate is at least 0.
             return args[0].dtype is torch.bool or 1
@@ -265,9 +269,15 @@ def _casts_of_choices(args: tuple[Any, ...], result: Any) -> int:
     return _casts_to_the_common_type(args[1:], result)  # the condition stays what it is
 
 
+def _copy_to_sum(args: tuple[Any, ...], _: Any) -> int:
+    """gloo sums a copy of what it is given (c10d/ProcessGroupGloo.cpp); NCCL needs none."""
+    return args[1].numel() * args[1].element_size()
+
+
 _CPU_WORKSPACES: _Rules = {
     aten.where.self: _casts_of_choices,
     torch.ops.frugal.document_attention.default: _document_forward,
     torch.ops.frugal.document_attention_backward.default: _document_backward,
     aten.logsumexp.default: _one_more_input,
+    torch.ops.c10d._reduce_scatter_base_.default: _copy_to_sum,
 }

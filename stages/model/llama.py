@@ -93,6 +93,16 @@ class Llama(nn.Module):
         self.register_buffer("cos_SE", cos_SE, persistent=False)
         self.register_buffer("sin_SE", sin_SE, persistent=False)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, as what they are."""
+        return [block for block in self.layers if isinstance(block, Block)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; weights may wait in host memory (stages/training/parallel.py)."""
+        return self.cos_SE.device
+
     def forward(self, input_ids_BS: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Hidden states [B, S, D] after the final norm.
 

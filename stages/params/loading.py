@@ -55,7 +55,7 @@ class Params(Section):
     something to the plan is a VariantToPlan; `stages.planned.planned_params` gives what it became."""
 
     def accumulation_steps(self, variant: str) -> int:
-        return self.variants[variant].accumulation_steps(self.training.global_batch_size)
+        return self.variants[variant].accumulation_steps(self.training.global_batch_size, self.training.ranks)
 
     def require_variant(self, variant: str) -> None:
         """Raises ParamsError, naming the nearest, where there is no variant of this name."""
@@ -164,6 +164,11 @@ def _problems_between(sections: dict[str, Any]) -> Iterator[str]:
         yield (
             f"training.sequence_length: {training.sequence_length} is more than "
             f"model.max_position_embeddings {model.max_position_embeddings}; raise the latter"
+        )
+    if training and hardware and training.ranks > 1 and hardware.on_out_of_memory == "halve":
+        yield (
+            f"hardware.on_out_of_memory: halve is for one rank and training.ranks is {training.ranks}: the "
+            "others cannot know that one ran out of memory; use stop"
         )
     for name, variant in (sections.get("variants") or {}).items():
         if variant is not None:

@@ -59,7 +59,11 @@ class TrainingParams(Section):
     inside a document. padded: one document per sequence, cut or filled up with [PAD]."""
     sequence_length: Annotated[int, Field(ge=2)]
     global_batch_size: PositiveInt
-    """Sequences in one optimizer step, over all micro-batches."""
+    """Sequences in one optimizer step, over all micro-batches and ranks."""
+    ranks: PositiveInt = 1
+    """Processes that train one variant together, one for each GPU of this machine. More machines: start
+    `python -m stages.train VARIANT` with torchrun, whose number of ranks then counts. No result depends on it
+    but by rounding, and a run goes on with another number."""
     token_budget: PositiveInt
     """Positions to train on, rounded up to whole optimizer steps. Padding is among them: padded
     sequences see fewer tokens than this."""
@@ -90,6 +94,12 @@ class TrainingParams(Section):
         return -(-self.token_budget // (self.global_batch_size * self.sequence_length))
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        if self.global_batch_size % self.ranks:
+            yield (
+                "ranks",
+                f"{self.ranks} does not divide training.global_batch_size {self.global_batch_size}; "
+                f"use {one_of(divisors(self.global_batch_size))}",
+            )
         # One step to peak at and one to end on.
         if self.warmup_steps > max(self.num_steps - 2, 0):
             yield (
@@ -172,6 +182,9 @@ class HardwareParams(Section):
     on_out_of_memory: Literal["stop", "halve"] = "stop"
     """halve: go on from the last checkpoint with half the micro-batch and twice the accumulation; the
     results say so."""
+    collective_timeout_minutes: PositiveFloat = 10.0
+    """How long a rank waits for the others in one exchange before it fails: longer than the slowest
+    compilation or checkpoint that another rank may be at."""
     compile_cache: str = ".work/compile-cache"
     """Folder where torch.compile keeps its kernels, so that a second run starts warm; relative to
     the DVC root."""

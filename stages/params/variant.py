@@ -63,13 +63,18 @@ class VariantParams(Section):
     """adamw_8bit: AdamW's moments in 8 bits, block by block (Dettmers et al. 2022). muon: momentum made
     orthogonal for the blocks' matrices, AdamW for embeddings, head and norms; it trains otherwise than
     AdamW, not only leaner."""
+    parallelism: Literal["ddp", "fsdp", "fsdp_cpu_offload"] = "ddp"
+    """How training.ranks share a model. ddp: each has all of it, gradients are summed. fsdp: each keeps its
+    part of weights, gradients and optimizer states, and a block's weights are gathered when it is computed
+    (FSDP2). fsdp_cpu_offload: that part waits in host memory, where the optimizer steps too; of use to one
+    GPU as well."""
     optimizer_in_backward: bool = False
     """Update each parameter as soon as its gradient is there, and free the gradient: all gradients
     never exist at one time."""
 
-    def accumulation_steps(self, global_batch_size: int) -> int:
-        """Micro-batches in one optimizer step."""
-        return global_batch_size // self.micro_batch_size
+    def accumulation_steps(self, global_batch_size: int, ranks: int) -> int:
+        """Micro-batches of each rank in one optimizer step."""
+        return global_batch_size // (self.micro_batch_size * ranks)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if isinstance(self.recompute, MemoryBudget) and self.compile == "off":
@@ -97,6 +102,46 @@ class VariantParams(Section):
                 )
             if self.optimizer == "muon":
                 yield ("optimizer_in_backward", "works with adamw and adamw_8bit; muon has two optimizers")
+        if self.parallelism != "ddp":
+            yield from self._problems_of_sharding()
+
+    def _problems_of_sharding(self) -> Iterator[tuple[str, str]]:
+        name = self.parallelism
+        if self.optimizer != "adamw":
+            needs = "whole matrices" if self.optimizer == "muon" else "blocks of whole rows"
+            yield (
+                "parallelism",
+                f"{name} cuts parameters up and optimizer {self.optimizer} needs {needs}; use adamw, or ddp",
+            )
+        if self.precision in ("bf16", "fp8"):
+            why = "rounds weights stochastically" if self.precision == "bf16" else "scales whole matrices"
+            yield (
+                "parallelism",
+                f"{name} cuts parameters up and precision {self.precision} {why}; use amp_bf16, or ddp",
+            )
+        if self.precision == "amp_fp16" and name == "fsdp_cpu_offload":
+            yield (
+                "parallelism",
+                "a GradScaler on the GPU cannot scale gradients in host memory; use amp_bf16, or fsdp",
+            )
+        if self.optimizer_in_backward:
+            yield (
+                "parallelism",
+                f"with {name} a gradient is complete when it was summed, after its backward; "
+                "set optimizer_in_backward: false",
+            )
+        if self.compile == "model":
+            yield ("compile", f"{name} gathers weights block by block; use compile: blocks")
+        if self.recompute == "offload":
+            yield ("recompute", f"offload and {name} would both move what a block needs; use every_block")
+        if self.compile == "blocks" and (
+            self.recompute == "selective" or isinstance(self.recompute, MemoryBudget)
+        ):
+            yield (
+                "recompute",
+                f"with {name} the compiler sees attention and feed-forward, no whole block, so it cannot "
+                "choose what to keep of one; use every_block, or compile: off",
+            )
 
     def conflicts(
         self, training: TrainingParams | None, hardware: HardwareParams | None
@@ -108,21 +153,30 @@ class VariantParams(Section):
             yield from self._conflicts_with_cpu()
 
     def _conflicts_with_training(self, training: TrainingParams) -> Iterator[tuple[str, str]]:
-        global_batch_size = training.global_batch_size
+        ranks = training.ranks
+        # What one rank has of a global batch.
+        global_batch_size = training.global_batch_size // ranks
+        whose = "training.global_batch_size" if ranks == 1 else "training.global_batch_size / training.ranks"
         if not isinstance(self.micro_batch_size, int):
             pass  # a VariantToPlan's auto: the plan takes a divisor with which nothing below is broken
         elif global_batch_size % self.micro_batch_size:
             yield (
                 "micro_batch_size",
-                f"{self.micro_batch_size} does not divide training.global_batch_size "
-                f"{global_batch_size}; use {one_of(divisors(global_batch_size))}",
+                f"{self.micro_batch_size} does not divide {whose} {global_batch_size}; "
+                f"use {one_of(divisors(global_batch_size))}",
             )
-        elif self.optimizer_in_backward and self.accumulation_steps(global_batch_size) > 1:
+        elif self.optimizer_in_backward and global_batch_size > self.micro_batch_size:
             yield (
                 "optimizer_in_backward",
                 f"micro_batch_size {self.micro_batch_size} accumulates over "
-                f"{self.accumulation_steps(global_batch_size)} micro-batches, so gradients must be kept; "
+                f"{global_batch_size // self.micro_batch_size} micro-batches, so gradients must be kept; "
                 f"use micro_batch_size {global_batch_size}",
+            )
+        if self.optimizer_in_backward and ranks > 1:
+            yield (
+                "optimizer_in_backward",
+                f"training.ranks is {ranks}, and a gradient is complete only when all ranks' are summed; "
+                "switch this off, or use one rank",
             )
         if self.optimizer_in_backward and training.max_grad_norm is not None:
             yield (

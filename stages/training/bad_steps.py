@@ -5,6 +5,7 @@ finds its place, and only many in a row mean that no scale helps. In the other p
 the training diverged or that a weight is damaged, and each one counts.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from stages.data.sequences import FILLER, MicroBatch
 from stages.params import TrainingParams, VariantParams
 from stages.training.optimizer_in_backward import OptimizerInBackward
+from stages.training.parallel import Parallel, local_gradients
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
 from stages.training.step import forward_backward
@@ -28,12 +30,13 @@ def check_numbers(
     variant: VariantParams,
     policy: PrecisionPolicy,
     batch_of_step: Callable[[int], list[tuple[np.ndarray, MicroBatch]]],
+    parallel: Parallel,
 ) -> None:
     """Wait for the device and look whether training may go on.
 
     Args:
         batch_of_step: the global batch of a step (from 0) as micro-batches on the device, each with the
-            numbers of its sequences; asked only where a step was bad.
+            numbers of its sequences; asked only where a step was bad. Of several ranks, this one's part.
 
     Raises:
         BadStepError: more steps were skipped than may be; names the first of them, the micro-batch and
@@ -53,7 +56,7 @@ def check_numbers(
     # All steps after the first bad one were skipped too, so it is this far back; with the weights of now
     # it goes wrong again, which tells the micro-batch.
     step = state.step - too_many
-    where = _first_bad_micro_batch(state, variant, policy, batch_of_step(step))
+    where = _first_bad_micro_batch(state, variant, policy, batch_of_step(step), parallel)
     allowed = f" ({training.max_bad_steps} were left out before)" if training.max_bad_steps else ""
     weights = f"the weights are those of step {step}"
     if isinstance(state.optimizer, OptimizerInBackward):
@@ -74,23 +77,50 @@ def _first_bad_micro_batch(
     variant: VariantParams,
     policy: PrecisionPolicy,
     micro_batches: list[tuple[np.ndarray, MicroBatch]],
+    parallel: Parallel,
 ) -> str:
-    device = state.model.embed_tokens.weight.device
-    target_tokens = max(sum(batch.target_tokens for _, batch in micro_batches), 1)
-    blocked = torch.ones((), dtype=torch.bool, device=device)
+    """Every rank runs all of its micro-batches, for the others may wait for its weights; the first rank that
+    found something is believed."""
+    ranks = parallel.ranks
+    tokens = sum(batch.target_tokens for _, batch in micro_batches)
+    target_tokens = max(ranks.sum_on_host([tokens])[0], 1)
+    found: str | None = None
     for number, (sequences, batch) in enumerate(micro_batches, 1):
-        loss = forward_backward(state, batch, target_tokens, variant, policy, blocked)
-        if isinstance(state.optimizer, OptimizerInBackward):
-            gradients_are_numbers = bool(torch.isfinite(state.optimizer.grad_norm()))
-        else:
-            gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-            gradients_are_numbers = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-            state.optimizer.zero_grad(set_to_none=True)
-        loss_is_number = bool(torch.isfinite(loss))
-        if not (loss_is_number and gradients_are_numbers):
-            what = "a gradient is no number" if loss_is_number else f"the loss is {float(loss)}"
-            rows = ", ".join(str(sequence) for sequence in sequences if sequence != FILLER)
-            return (
-                f"{what} in micro-batch {number} of {len(micro_batches)}, sequences {rows} of the train split"
-            )
-    return f"the sum over its {len(micro_batches)} micro-batches overflows"
+        loss, gradients_are_bad = _loss_and_whether_gradients_are_bad(
+            state, variant, policy, batch, target_tokens, parallel
+        )
+        if found is not None or (math.isfinite(loss) and not gradients_are_bad):
+            continue
+        if parallel.is_sharded and ranks.has_others and math.isfinite(loss):
+            # Gradients are summed before anybody can look at them.
+            found = f"a gradient is no number in micro-batch {number} of one of the {ranks.count} ranks"
+            continue
+        what = "a gradient is no number" if math.isfinite(loss) else f"the loss is {loss}"
+        rows = ", ".join(str(sequence) for sequence in sequences if sequence != FILLER)
+        whose = f" of rank {ranks.rank}" if ranks.has_others else ""
+        where = f"micro-batch {number} of {len(micro_batches)}{whose}, sequences {rows} of the train split"
+        found = f"{what} in {where}"
+    first = next((theirs for theirs in ranks.gather(found) if theirs is not None), None)
+    return first or f"the sum over its {len(micro_batches) * ranks.count} micro-batches overflows"
+
+
+def _loss_and_whether_gradients_are_bad(
+    state: TrainState,
+    variant: VariantParams,
+    policy: PrecisionPolicy,
+    batch: MicroBatch,
+    target_tokens: int,
+    parallel: Parallel,
+) -> tuple[float, bool]:
+    """Of one micro-batch of this rank."""
+    blocked = torch.ones((), dtype=torch.bool, device=state.model.device)
+    with parallel.gradients_travel(is_last=parallel.is_sharded):
+        loss = forward_backward(state, batch, target_tokens, variant, policy, blocked, parallel)
+    if isinstance(state.optimizer, OptimizerInBackward):
+        gradients_are_bad = not bool(torch.isfinite(state.optimizer.grad_norm()))
+    else:
+        gradients_are_bad = not all(
+            bool(torch.isfinite(gradient).all()) for gradient in local_gradients(state.model)
+        )
+        state.optimizer.zero_grad(set_to_none=True)
+    return float(loss), gradients_are_bad

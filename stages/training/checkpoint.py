@@ -13,6 +13,10 @@ strings into the file). Stochastic rounding draws from torch's generators, so th
 
 Python's and numpy's global generators are not in it: nothing in training draws from them (the order of
 the data is a function of seed and step), but libraries beside it do, so their state is not a result.
+
+Several ranks in the middle of a training write another form of it, each its part of the tensors
+(stages/training/distributed_checkpoint.py), beside one state.json. Any number of ranks can read either
+form. The generators' states are the first rank's: what is drawn from them is drawn alike on all.
 """
 
 import json
@@ -26,11 +30,29 @@ from torch import Tensor
 
 from stages.model.hugging_face import from_hugging_face, to_hugging_face
 from stages.model.llama import Llama
-from stages.training.optimizer_state import state_layout
+from stages.training.distributed_checkpoint import (
+    files_of,
+    is_distributed,
+    read_parts,
+    share_of_rank,
+    stored_layout,
+    whole,
+)
+from stages.training.ranks import ALONE, Ranks
 from stages.training.state import TrainState
+from stages.training.state_tensors import (
+    cut_up_like,
+    hugging_face_tensors,
+    own_layout,
+    own_tensors,
+    part_of,
+    put_tensors,
+)
 
 FORMAT = 2
 MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
+_GENERATOR = "rng."
+"""Prefix of what the first rank writes beside the tensors of stages/training/state_tensors.py."""
 
 
 class CheckpointError(RuntimeError):
@@ -46,22 +68,60 @@ class Snapshot:
     scalars: dict[str, Any]
 
 
-def take_snapshot(state: TrainState, *, copy: bool = True) -> Snapshot:
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a state at one moment, in host memory."""
+
+    tensors: dict[str, Tensor]
+    """By own name."""
+    shapes: dict[str, torch.Size]
+    """Of all ranks' tensors, whole."""
+    files: dict[str, int]
+    """Of the same, see `distributed_checkpoint.files_of`."""
+    scalars: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A checkpoint that was read, and held against the state it is for, but is not yet in it."""
+
+    scalars: dict[str, Any]
+    parts: dict[str, Tensor]
+    """By own name, in host memory: all of a tensor, or of one that is cut up what this rank has of it."""
+    generators: dict[str, Tensor]
+
+
+def take_snapshot(state: TrainState, *, copy: bool = True, ranks: Ranks = ALONE) -> Snapshot:
     """Every field of `state`, waiting for the device once.
 
     With `copy` the snapshot stays as it is while training goes on. Without, tensors that are in host
-    memory are shared, for a snapshot that is written before the next step.
+    memory are shared, for a snapshot that is written before the next step. All `ranks` must ask together;
+    only the first is given the tensors, the others an empty snapshot.
+
+    Raises:
+        MemoryError, RuntimeError: they do not fit in host memory. The other ranks do not notice.
     """
-    weights = to_hugging_face(state.model.state_dict(), state.model.params)
-    kept = {name: state.optimizer.state.get(p, {}) for name, p in state.model.named_parameters()}
+    own = _whole_tensors(own_tensors(state), copy, ranks.is_first)
+    weights, kept = hugging_face_tensors(own, state.model)
     return Snapshot(
-        {
-            MODEL: _on_disk(weights, copy),
-            OPTIMIZER: _on_disk(_optimizer_to_hugging_face(kept, state.model), copy),
-            RNG: _rng_tensors(_device(state)),
-        },
+        {MODEL: _on_disk(weights), OPTIMIZER: _on_disk(kept), RNG: _rng_tensors(_device(state))},
         _scalars(state),
     )
+
+
+def take_share(state: TrainState, ranks: Ranks, *, copy: bool = True) -> Share:
+    """What this rank is to write of `state`; no rank waits for another.
+
+    `copy` is that of `take_snapshot`.
+    """
+    own = own_tensors(state)
+    generators = {_GENERATOR + name: tensor for name, tensor in _rng_tensors(_device(state)).items()}
+    share = share_of_rank(own, ranks, copy=copy)
+    if ranks.is_first:
+        share |= generators
+    every = {**own, **generators}
+    shapes = {name: tensor.shape for name, tensor in every.items()}
+    return Share(share, shapes, files_of(every, ranks), _scalars(state))
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
@@ -78,7 +138,24 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
             save_file(tensors, folder / name, {"format": "pt"} if name == MODEL else None)
         except SafetensorError as error:  # what it makes of the system's error
             raise OSError(f"{folder / name} cannot be written: {error}") from None
-    (folder / STATE).write_text(json.dumps(snapshot.scalars, indent=1, sort_keys=True) + "\n")
+    write_scalars(snapshot.scalars, folder)
+
+
+def write_scalars(scalars: dict[str, Any], folder: Path) -> None:
+    """The part of a checkpoint that is no tensor."""
+    (folder / STATE).write_text(json.dumps(scalars, indent=1, sort_keys=True) + "\n")
+
+
+def check_share(share: Share, folder: Path) -> None:
+    """Look whether all ranks' parts are in `folder`, by the files' headers alone.
+
+    Raises:
+        OSError: a part is missing.
+    """
+    found = stored_layout(folder)
+    for name, shape in share.shapes.items():
+        if name not in found or found[name].shape != shape:
+            raise OSError(f"{folder} lacks rows of {name}: the ranks must write to one disk that they share")
 
 
 def save_checkpoint(state: TrainState, folder: Path) -> None:
@@ -87,34 +164,45 @@ def save_checkpoint(state: TrainState, folder: Path) -> None:
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> None:
-    """Put what `save_checkpoint` wrote into a freshly made `state` of the same shape.
+    """Put what `save_checkpoint` or several ranks wrote into a freshly made `state` of the same shape.
 
-    Everything is read and checked before the first field changes. Tensors are read to the CPU: a second
-    copy on the GPU would not fit where training fitted.
+    Everything is read and checked before the first field changes. Of a state that is cut up over the ranks
+    each reads and fills its part.
 
     Raises:
         CheckpointError: a file is missing, cut short, or from another model, optimizer or precision;
             `state` is as it was.
     """
-    model = state.model
-    scalars = _read_scalars(folder / STATE, _scalars(state))
-    weights, kept, rng = (_read_tensors(folder / name) for name in (MODEL, OPTIMIZER, RNG))
-    _check_names_and_shapes(folder / MODEL, weights, to_hugging_face(model.state_dict(), model.params))
-    _check_types(folder / MODEL, weights, to_hugging_face(model.state_dict(), model.params))
-    # Optimizers make their state in the first step.
-    layout = {
-        name: state_layout(state.optimizer, p) if scalars["step"] else {}
-        for name, p in model.named_parameters()
-    }
-    expected = _optimizer_to_hugging_face(layout, model)
-    _check_names_and_shapes(folder / OPTIMIZER, kept, expected)
-    _check_types(folder / OPTIMIZER, kept, expected)
-    generators = _rng_tensors(_device(state))
-    _check_names_and_shapes(folder / RNG, rng, generators)
-    _check_types(folder / RNG, rng, generators)
+    put_into_state(state, read_checkpoint(state, folder))
 
-    model.load_state_dict(from_hugging_face(weights, model.params))
-    _restore_optimizer(state, kept)
+
+def read_checkpoint(state: TrainState, folder: Path) -> Reading:
+    """Read a checkpoint, as far as this rank needs it, and check it against `state`, which does not change.
+
+    Tensors are read to the CPU: a second copy on the GPU would not fit where training fitted.
+
+    Raises:
+        CheckpointError: see `load_checkpoint`.
+    """
+    scalars = _read_scalars(folder / STATE, _scalars(state))
+    layout = own_layout(state, has_trained=scalars["step"] > 0)
+    like = cut_up_like(state, layout)
+    generators = _rng_tensors(_device(state))
+    if is_distributed(folder):
+        return Reading(scalars, *_read_shares(folder, layout, like, generators))
+    files = {name: _read_tensors(folder / name) for name in (MODEL, OPTIMIZER, RNG)}
+    weights, kept = hugging_face_tensors(layout, state.model)
+    for name, expected in ((MODEL, weights), (OPTIMIZER, kept), (RNG, generators)):
+        _check_names_and_shapes(folder / name, files[name], expected)
+        _check_types(folder / name, files[name], expected)
+    parts = {name: part_of(name, like[name], files[MODEL], files[OPTIMIZER], state.model) for name in layout}
+    return Reading(scalars, parts, files[RNG])
+
+
+def put_into_state(state: TrainState, reading: Reading) -> None:
+    """Change every field of `state` to what was read for it."""
+    scalars = reading.scalars
+    put_tensors(state, reading.parts)
     state.schedule.restore(scalars["schedule_steps_taken"])
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(scalars["scaler"])
@@ -123,9 +211,9 @@ def load_checkpoint(state: TrainState, folder: Path) -> None:
     state.skipped_in_a_row.fill_(scalars["skipped_in_a_row"])
     state.losses_since_row.fill_(scalars["losses_since_row"])
     state.loss_since_row.fill_(scalars["loss_since_row"])
-    torch.set_rng_state(rng["torch_cpu"])
-    if "torch_cuda" in rng:
-        torch.cuda.set_rng_state(rng["torch_cuda"], _device(state))
+    torch.set_rng_state(reading.generators["torch_cpu"])
+    if "torch_cuda" in reading.generators:
+        torch.cuda.set_rng_state(reading.generators["torch_cuda"], _device(state))
 
 
 def load_weights(model: Llama, folder: Path) -> None:
@@ -210,42 +298,44 @@ def _check_types(path: Path, found: Mapping[str, Tensor], expected: Mapping[str,
             )
 
 
-def _on_disk(tensors: dict[str, Tensor], copy: bool) -> dict[str, Tensor]:
-    on_cpu = {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
+def _whole_tensors(tensors: Mapping[str, Tensor], copy: bool, keep: bool) -> dict[str, Tensor]:
+    """Every tensor whole and in host memory. The ranks give each other their parts, one tensor at a time."""
+    kept: dict[str, Tensor] = {}
+    problem: Exception | None = None
+    for name, tensor in tensors.items():
+        gathered = whole(tensor)
+        try:
+            if keep and problem is None:
+                kept[name] = gathered.to("cpu", copy=copy)
+        except (MemoryError, RuntimeError) as error:
+            problem = error  # the other ranks wait for this one's parts of the rest
+    if problem is not None:
+        raise problem
+    return kept
+
+
+def _on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     # A scalar that went to all pieces of a split matrix is one tensor; safetensors wants one each.
-    return {name: tensor if tensor.dim() else tensor.clone() for name, tensor in on_cpu.items()}
+    return {name: tensor.contiguous() if tensor.dim() else tensor.clone() for name, tensor in tensors.items()}
 
 
-def _optimizer_to_hugging_face(kept: Mapping[str, Mapping[str, Tensor]], model: Llama) -> dict[str, Tensor]:
-    """From {parameter name: {key: tensor}} to {"key.name": tensor}; all keys are cut by rows like weights."""
-    by_key: dict[str, dict[str, Tensor]] = {}
-    for name, tensors in kept.items():
-        for key, tensor in tensors.items():
-            by_key.setdefault(key, {})[name] = tensor
-    return {
-        f"{key}.{name}": tensor
-        for key, tensors in by_key.items()
-        for name, tensor in to_hugging_face(tensors, model.params).items()
-    }
-
-
-def _restore_optimizer(state: TrainState, kept: Mapping[str, Tensor]) -> None:
-    by_key: dict[str, dict[str, Tensor]] = {}
-    for full_name, tensor in kept.items():
-        key, _, name = full_name.partition(".")
-        by_key.setdefault(key, {})[name] = tensor
-    own = {key: from_hugging_face(tensors, state.model.params) for key, tensors in by_key.items()}
-    for name, parameter in state.model.named_parameters():
-        # Copied also on the CPU, or the state would live in the mapped file.
-        state.optimizer.state[parameter] = {
-            key: tensors[name].to(parameter.device, copy=True)
-            for key, tensors in own.items()
-            if name in tensors
-        }
+def _read_shares(
+    folder: Path, layout: Mapping[str, Tensor], like: Mapping[str, Tensor], generators: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    path = folder / "shard-*.safetensors"
+    expected = {**layout, **{_GENERATOR + name: tensor for name, tensor in generators.items()}}
+    try:
+        found = stored_layout(folder)
+        _check_names_and_shapes(path, found, expected)
+        _check_types(path, found, expected)
+        parts = read_parts(folder, found, {name: like.get(name, tensor) for name, tensor in expected.items()})
+    except OSError as error:
+        raise CheckpointError(str(error)) from None
+    return parts, {name: parts.pop(_GENERATOR + name) for name in generators}
 
 
 def _device(state: TrainState) -> torch.device:
-    return state.model.embed_tokens.weight.device
+    return state.skipped_steps.device  # with fsdp_cpu_offload the weights are in host memory
 
 
 def _rng_tensors(device: torch.device) -> dict[str, Tensor]:

@@ -8,6 +8,10 @@
 A checkpoint is written under another name, flushed to the disk and renamed, so under its own name it is
 whole; the checksums tell when the disk damaged it later. A copy of the state is taken on the training
 thread, and written by another while training goes on.
+
+Several ranks share the folder. In the middle of a training each writes its part
+(stages/training/distributed_checkpoint.py) in place of the first three files; the first alone checks, names
+and removes checkpoints. Their writing threads agree among themselves, over connections of their own.
 """
 
 import hashlib
@@ -16,25 +20,30 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.training.checkpoint import (
     CheckpointError,
+    Reading,
+    Share,
     Snapshot,
-    load_checkpoint,
+    check_share,
+    put_into_state,
+    read_checkpoint,
+    take_share,
     take_snapshot,
+    write_scalars,
     write_snapshot,
 )
+from stages.training.distributed_checkpoint import CANNOT, WritingRanks, as_os_error
+from stages.training.ranks import ALONE, Ranks
 from stages.training.state import TrainState
 
 PROGRESS, CHECKSUMS = "progress.json", "checksums.json"
 _PREFIX = "step-"
-
-_CANNOT = (OSError, MemoryError, RuntimeError)
-"""What keeps a checkpoint from being made: the disk, or host memory for the copy. Training goes on."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +57,12 @@ class Restored:
 
 
 class CheckpointStore:
-    """Writes and finds the checkpoints in `folder`; one process at a time."""
+    """Writes and finds the checkpoints in `folder`; one process at a time, or all `ranks` of one training.
 
-    def __init__(self, folder: Path, keep: int):
+    All ranks must call `save`, `save_now`, `wait` and `restore` together. The rest is each one's own.
+    """
+
+    def __init__(self, folder: Path, keep: int, ranks: Ranks = ALONE):
         self.folder, self.keep = folder, keep
         self.saves = 0
         """Checkpoints that were begun."""
@@ -63,36 +75,57 @@ class CheckpointStore:
         """Of the last checkpoint that was written whole."""
         self._error: OSError | None = None
         self._was_lost = False
+        self._ranks = ranks
+        self._writers: WritingRanks | None = None
+        """Made with the first share."""
+        self._lost: RuntimeError | None = None
+        """What the writing threads lost each other by; they are of no use from then on."""
 
     def save(self, state: TrainState, progress: dict[str, Any]) -> None:
         """Copy the state now and write it in the background."""
         started = time.perf_counter()
         self._join()
         self.saves += 1
-        try:
-            snapshot = take_snapshot(state)
-        except _CANNOT as error:
-            self._error = _as_os_error(error)
+        if self._ranks.has_others:
+            self._start(self._write_together, state.step, self._share(state, copy=True), progress)
         else:
-            self._thread = threading.Thread(target=self._write, args=(snapshot, progress), name="checkpoint")
-            self._thread.start()
+            try:
+                snapshot = take_snapshot(state)
+            except CANNOT as error:
+                self._error = as_os_error(error)
+            else:
+                self._start(self._write, snapshot, progress)
         self.training_seconds += time.perf_counter() - started
 
-    def save_now(self, state: TrainState, progress: dict[str, Any]) -> Path:
+    def save_now(self, state: TrainState, progress: dict[str, Any], *, consolidated: bool = False) -> Path:
         """Write the state before returning, without a copy of it; returns the checkpoint's folder.
 
+        Args:
+            consolidated: also of several ranks the form that one alone writes; the first gathers it in its
+                host memory.
+
         Raises:
-            OSError: it cannot be written; the checkpoints before are whole.
+            OSError: it cannot be written; the checkpoints before are whole. On all ranks or on none.
+            RuntimeError: another rank is gone or does not answer.
         """
         started = time.perf_counter()
         self._join()
         self._error = None
         self.saves += 1
-        try:
-            self._write(take_snapshot(state, copy=False), progress)
-        except _CANNOT as error:
-            self._error = _as_os_error(error)
+        if self._ranks.has_others and not consolidated:
+            self._write_together(state.step, self._share(state, copy=False), progress)
+        else:
+            try:
+                snapshot = take_snapshot(state, copy=False, ranks=self._ranks)
+            except CANNOT as error:
+                self._error = as_os_error(error)
+            else:
+                if self._ranks.is_first:
+                    self._write(snapshot, progress)
+            self._error, self.written_step = self._ranks.from_first((self._error, self.written_step))
         self.training_seconds += time.perf_counter() - started
+        if self._lost is not None:
+            raise self._lost
         if self._error is not None:
             raise self._error
         return self._place(state.step)
@@ -105,9 +138,11 @@ class CheckpointStore:
         self._join()
 
     def take_warning(self) -> str | None:
-        """What went wrong with the last checkpoint, in words; None when asked again."""
+        """What went wrong with the last checkpoint, in words; None when asked again. The first rank tells."""
         error, self._error = self._error, None
         was_lost, self._was_lost = self._was_lost, False
+        if not self._ranks.is_first:
+            return None
         if error is not None:
             return f"no checkpoint could be written ({error}); the one before is whole and training goes on"
         if was_lost:
@@ -120,17 +155,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, and every one is damaged; `state` is as it was.
         """
-        for leftover in self.folder.glob(f".{_PREFIX}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        ranks = self._ranks
+        if ranks.is_first:
+            for leftover in self.folder.glob(f".{_PREFIX}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         damaged: dict[Path, str] = {}
-        for folder in reversed(self.checkpoints()):
-            try:
-                progress = read_checked(folder)
-                load_checkpoint(state, folder)
-            except CheckpointError as error:
-                damaged[folder] = str(error)
+        for folder in ranks.from_first(list(reversed(self.checkpoints()))):
+            progress, reading, problem = self._read(folder, state)
+            if problems := [text for text in ranks.gather(problem) if text is not None]:
+                damaged[folder] = problems[0]
                 continue
-            self.remove(damaged)  # or they would count among those that are kept
+            assert progress is not None and reading is not None, "neither is missing without a problem"
+            put_into_state(state, reading)
+            if ranks.is_first:
+                self.remove(damaged)  # or they would count among those that are kept
             return Restored(folder, progress, tuple(damaged.values()))
         if damaged:
             raise CheckpointError("; ".join(damaged.values()))
@@ -152,43 +190,124 @@ class CheckpointStore:
     def _place(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:09}"
 
+    def _start(self, write: Callable[..., None], *arguments: object) -> None:
+        self._thread = threading.Thread(target=write, args=arguments, name="checkpoint")
+        self._thread.start()
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _write(self, snapshot: Snapshot, progress: dict[str, Any]) -> None:
-        started = time.perf_counter()
+    def _read(
+        self, folder: Path, state: TrainState
+    ) -> tuple[dict[str, Any] | None, Reading | None, str | None]:
+        """The progress, what is for this rank, and if they cannot be read why not. The first one checks
+        every byte, before the others trust them."""
+        progress, reading, problem = None, None, None
         try:
-            self._write_checkpoint(snapshot, progress)
-        except _CANNOT as error:
-            self._error = _as_os_error(error)
+            if self._ranks.is_first:
+                progress = read_checked(folder)
+        except CheckpointError as error:
+            problem = str(error)
+        progress, problem = self._ranks.from_first((progress, problem))
+        try:
+            if problem is None:
+                reading = read_checkpoint(state, folder)
+        except CheckpointError as error:
+            problem = str(error)
+        return progress, reading, problem
+
+    def _share(self, state: TrainState, *, copy: bool) -> Share | OSError:
+        """This rank's part, or why there is none: the others must be told, they would wait for it."""
+        if self._writers is None:
+            self._writers = WritingRanks(self._ranks)
+        try:
+            return take_share(state, self._ranks, copy=copy)
+        except CANNOT as error:
+            return as_os_error(error)
+
+    def _write(self, snapshot: Snapshot, progress: dict[str, Any]) -> None:
+        """What one rank does, in its writing thread."""
+        started = time.perf_counter()
+        step = snapshot.scalars["step"]
+        half = self._half(step)
+        try:
+            try:
+                self._begin(half)
+                write_snapshot(snapshot, half)
+                self._complete(half, step, progress)
+            except CANNOT:
+                shutil.rmtree(half, ignore_errors=True)  # room for the next try
+                raise
+            self.remove(self.checkpoints()[: -self.keep])
+        except CANNOT as error:
+            self._error = as_os_error(error)
         self.writing_seconds += time.perf_counter() - started
 
-    def _write_checkpoint(self, snapshot: Snapshot, progress: dict[str, Any]) -> None:
-        place = self._place(snapshot.scalars["step"])
-        half = place.with_name(f".{place.name}")
-        shutil.rmtree(half, ignore_errors=True)
+    def _write_together(self, step: int, share: Share | OSError, progress: dict[str, Any]) -> None:
+        """What each of several ranks does, in its writing thread."""
+        started = time.perf_counter()
+        half = self._half(step)
         try:
-            if not self.folder.is_dir():
-                self._was_lost = True
-                self.folder.mkdir(parents=True)
-            half.mkdir()
-            write_snapshot(snapshot, half)
-            (half / PROGRESS).write_text(json.dumps(progress))
-            (half / CHECKSUMS).write_text(json.dumps(_checksums(half), indent=1) + "\n")
-            for file in half.iterdir():
-                _flush(file)
-            _flush(half)
-            if place.exists():
-                self.remove([place])  # of an earlier try at this step, and so the same
-            half.rename(place)
-            _flush(self.folder)
-        except _CANNOT:
-            shutil.rmtree(half, ignore_errors=True)  # room for the next try
-            raise
-        self.written_step = snapshot.scalars["step"]
-        self.remove(self.checkpoints()[: -self.keep])
+            try:
+                self._write_shares(step, share, half, progress)
+            except CANNOT:
+                if self._ranks.is_first:
+                    shutil.rmtree(half, ignore_errors=True)  # room for the next try
+                raise
+        except OSError as error:
+            self._error = error
+        except RuntimeError as error:  # what a rank could not do is an OSError by now: they could not agree
+            self._error, self._lost = OSError("another rank is gone or does not answer"), error
+        self.writing_seconds += time.perf_counter() - started
+
+    def _write_shares(self, step: int, share: Share | OSError, half: Path, progress: dict[str, Any]) -> None:
+        """Step by step; after each one all ranks know whether every one could take it."""
+        writers = self._writers
+        assert writers is not None, "made with the share"
+        with writers.all_can():
+            if isinstance(share, OSError):
+                raise share
+            if self._ranks.is_first:
+                self._begin(half)
+        assert isinstance(share, Share), "or no rank goes on"
+        writers.write(share.tensors, half, share.files)
+        with writers.all_can():
+            if self._ranks.is_first:
+                check_share(share, half)
+                write_scalars(share.scalars, half)
+                self._complete(half, step, progress)
+        self.written_step = step
+        with writers.all_can():
+            if self._ranks.is_first:
+                self.remove(self.checkpoints()[: -self.keep])
+
+    def _half(self, step: int) -> Path:
+        """Where a checkpoint is until it is whole."""
+        place = self._place(step)
+        return place.with_name(f".{place.name}")
+
+    def _begin(self, half: Path) -> None:
+        shutil.rmtree(half, ignore_errors=True)
+        if not self.folder.is_dir():
+            self._was_lost = True
+            self.folder.mkdir(parents=True)
+        half.mkdir()
+
+    def _complete(self, half: Path, step: int, progress: dict[str, Any]) -> None:
+        """Give a checkpoint its name, once all of it is on the disk."""
+        place = self._place(step)
+        (half / PROGRESS).write_text(json.dumps(progress))
+        (half / CHECKSUMS).write_text(json.dumps(_checksums(half), indent=1) + "\n")
+        for file in half.iterdir():
+            _flush(file)
+        _flush(half)
+        if place.exists():
+            self.remove([place])  # of an earlier try at this step, and so the same
+        half.rename(place)
+        _flush(self.folder)
+        self.written_step = step
 
 
 def read_checked(folder: Path) -> dict[str, Any]:
@@ -221,10 +340,6 @@ def _checksums(folder: Path) -> dict[str, dict[str, int | str]]:
 def _digest(file: Path) -> dict[str, int | str]:
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def _as_os_error(error: BaseException) -> OSError:
-    return error if isinstance(error, OSError) else OSError(str(error) or type(error).__name__)
 
 
 def _flush(path: Path) -> None:

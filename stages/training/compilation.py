@@ -3,6 +3,7 @@
 import logging
 
 import torch
+from torch import nn
 
 from stages.model.llama import Llama
 from stages.params import VariantParams
@@ -20,10 +21,16 @@ def apply_compile(model: Llama, variant: VariantParams) -> None:
         # At every compilation it warns of in-place operations in recomputed regions; blocks have none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if variant.compile != "off":
-        use_deterministic_compiler(model.embed_tokens.weight.device)
+        use_deterministic_compiler(model.device)
     if variant.compile == "blocks":
-        for block in model.layers:
-            block.compile(dynamic=False)
+        for block in model.blocks:
+            if variant.parallelism == "ddp":
+                block.compile(dynamic=False)
+                continue
+            # FSDP gathers weights in hooks around the two, which a compiled block would break in pieces at.
+            part: nn.Module
+            for part in (block.self_attn, block.mlp):
+                part.forward = torch.compile(part.forward, dynamic=False)  # type: ignore[method-assign]
     elif variant.compile == "model":
         model.compile(dynamic=False)
 

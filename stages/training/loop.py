@@ -13,13 +13,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from stages.data.batch_order import BatchOrder
+from stages.data.batch_order import BatchOrder, rank_part
 from stages.data.sequences import MicroBatch, PackedSequences, PaddedSequences
 from stages.measure.compilation import CompileWatch
-from stages.measure.peak_memory import PeakMemory, measure_peak
+from stages.measure.peak_memory import PeakMemory, highest, measure_peak
 from stages.measure.throughput import StepTimer
 from stages.params import Params
 from stages.training.bad_steps import check_numbers
+from stages.training.parallel import Parallel
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
 from stages.training.step import StepOutcome, StepStopped, train_step
@@ -60,11 +61,13 @@ def training_steps(
     policy: PrecisionPolicy,
     measurements: Measurements,
     should_stop: Callable[[], bool] = lambda: False,
+    parallel: Parallel | None = None,
 ) -> Iterator[CurveRow | None]:
     """Train from `state.step` to the end of the token budget; yields after every step.
 
     Where `should_stop` says so after a micro-batch, the step it belongs to is given up and the iterator
-    ends early; `state` is that of the last whole step.
+    ends early; `state` is that of the last whole step. Of several ranks each calls this, reads its part of
+    every global batch, and all end at the same step.
 
     The peak memory is that of the second step of this process: the optimizer's states exist then, and
     what the first step compiled or initialised is over. On a CPU that step runs under a profiler, so
@@ -76,19 +79,23 @@ def training_steps(
     """
     training, variant = params.training, params.variants[variant_name]
     order = BatchOrder(params.seed, training.global_batch_size, len(sequences))
-    device = state.model.embed_tokens.weight.device
+    device = state.model.device
+    parallel = parallel or Parallel(state.model, variant)
+    ranks = parallel.ranks
     timer = measurements.timer
     first_step, tokens_at_lap = state.step, state.tokens
 
     def batch_of_step(step: int) -> list[tuple[np.ndarray, MicroBatch]]:
-        indices = order.indices(step).reshape(-1, variant.micro_batch_size)
+        indices = rank_part(order.indices(step), ranks.rank, ranks.count).reshape(
+            -1, variant.micro_batch_size
+        )
         return [(rows, _to_device(sequences.micro_batch(rows), device)) for rows in indices]
 
     timer.start(time.perf_counter(), state.step)
     while state.step < training.num_steps:
         micro_batches = [batch for _, batch in batch_of_step(state.step)]
         rate = state.schedule.learning_rate.clone()
-        step = partial(train_step, state, micro_batches, variant, training, policy, should_stop)
+        step = partial(train_step, state, micro_batches, variant, training, policy, should_stop, parallel)
         profiled = state.step == min(first_step + 1, training.num_steps - 1)
         try:
             if profiled:
@@ -109,7 +116,7 @@ def training_steps(
             timer.lap(time.perf_counter(), state.step, state.tokens - tokens_at_lap, disturbed)
             tokens_at_lap = state.tokens
         if is_row or device.type == "cpu":
-            check_numbers(state, training, variant, policy, batch_of_step)
+            check_numbers(state, training, variant, policy, batch_of_step, parallel)
         row = None
         if is_row:
             losses = int(state.losses_since_row)
@@ -131,7 +138,7 @@ def _measured(
     """The step's outcome and its peak, or the peak of an earlier part of this run where that was higher."""
     outcomes: list[StepOutcome] = []
     peak = measure_peak(device, lambda: outcomes.append(step()))
-    return outcomes[0], peak if before is None or peak.bytes > before.bytes else before
+    return outcomes[0], highest([before, peak]) or peak
 
 
 def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

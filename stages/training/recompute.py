@@ -47,7 +47,7 @@ def apply_recompute(model: Llama, variant: VariantParams) -> int:
     every = variant.recompute.every_n_blocks if isinstance(variant.recompute, BlockGroups) else 1
     chosen: list[nn.Module] = list(model.layers[::every])
     if variant.recompute == "offload":
-        BlockOffload(model.embed_tokens.weight.device).apply(chosen)
+        BlockOffload(model.device).apply(chosen)
         return len(chosen)
     recomputed = _recomputed_selectively if variant.recompute == "selective" else _recomputed
     for block in chosen:

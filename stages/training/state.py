@@ -8,7 +8,9 @@ from torch import Tensor
 from stages.model.llama import Llama
 from stages.params import Params
 from stages.training.optimizer import make_optimizer
+from stages.training.parallel import is_sharded, shard_model
 from stages.training.precision import PrecisionPolicy, apply_precision, precision_policy
+from stages.training.ranks import ALONE, Ranks
 from stages.training.schedule import WarmupCosine
 
 
@@ -35,16 +37,28 @@ class TrainState:
     """So many losses are in that sum: those that were numbers."""
 
 
-def initial_state(params: Params, variant: str, device: torch.device) -> tuple[TrainState, PrecisionPolicy]:
-    """A state at step 0: the weights depend on `params.seed` alone."""
-    policy = precision_policy(params.variants[variant], device)
+def initial_state(
+    params: Params, variant: str, device: torch.device, ranks: Ranks = ALONE
+) -> tuple[TrainState, PrecisionPolicy]:
+    """A state at step 0: the weights depend on `params.seed` alone.
+
+    Of a variant that shards, this rank's part of it; the ranks have joined (`join_ranks`).
+    """
+    techniques = params.variants[variant]
+    policy = precision_policy(techniques, device)
     torch.manual_seed(params.seed)
     model = Llama(params.model, params.tokenizer.vocab_size)
     model.initialise(params.seed)
-    model.to(device)
-    apply_precision(model, policy)
-    schedule = WarmupCosine(params.training, device)
-    optimizer = make_optimizer(model, params.training, schedule.learning_rate, params.variants[variant])
+    if is_sharded(techniques):
+        apply_precision(model, policy)
+        shard_model(model, techniques, policy, device, ranks)  # moves it, block by block
+    else:
+        model.to(device)
+        apply_precision(model, policy)
+    # Where the optimizer steps: with fsdp_cpu_offload that is the host.
+    weights_device = model.embed_tokens.weight.device
+    schedule = WarmupCosine(params.training, weights_device)
+    optimizer = make_optimizer(model, params.training, schedule.learning_rate, techniques)
     state = TrainState(model, optimizer, schedule, policy.make_scaler())
     for name in ("skipped_steps", "skipped_in_a_row", "loss_since_row", "losses_since_row"):
         setattr(state, name, getattr(state, name).to(device))

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from stages.data.sequences import MicroBatch
+from stages.model.llama import Llama
 from stages.model.loss import chunked_loss, full_loss
 from stages.params import TrainingParams, VariantParams
 from stages.training.compilation import mark_dynamic_documents
 from stages.training.optimizer_in_backward import OptimizerInBackward
+from stages.training.parallel import Parallel, local_gradients
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
 from stages.training.step_verdict import step_unless
@@ -39,6 +41,7 @@ def train_step(
     training: TrainingParams,
     policy: PrecisionPolicy,
     should_stop: Callable[[], bool] = lambda: False,
+    parallel: Parallel | None = None,
 ) -> StepOutcome:
     """Forward and backward over every micro-batch, then one update of the weights.
 
@@ -47,16 +50,29 @@ def train_step(
 
     Args:
         state: changed in place.
-        micro_batches: the global batch, cut into pieces that fit the memory, on the model's device.
-        should_stop: asked between two micro-batches.
+        micro_batches: this rank's part of the global batch, cut into pieces that fit the memory, on the
+            model's device.
+        should_stop: asked between two micro-batches; of several ranks, before the first.
+        parallel: the model on several ranks; None: this process is alone with it.
 
     Raises:
         StepStopped: `should_stop` said so; `state` is as before the step.
     """
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
-    # Counted over the whole global batch first. The mean of micro-batch means would weigh the tokens of
-    # a short micro-batch more than those of a long one.
-    target_tokens = max(sum(batch.target_tokens for batch in micro_batches), 1)
+    parallel = parallel or Parallel(model, variant)
+    ranks = parallel.ranks
+    # Counted over the whole global batch first, the other ranks' parts included. The mean of micro-batch
+    # means would weigh the tokens of a short micro-batch more than those of a long one.
+    target_tokens, input_tokens, stops = ranks.sum_on_host(
+        [
+            sum(batch.target_tokens for batch in micro_batches),
+            sum(batch.input_tokens for batch in micro_batches),
+            ranks.has_others and should_stop(),
+        ]
+    )
+    if stops:
+        raise StepStopped  # every rank: none is left waiting for another's gradients
+    target_tokens = max(target_tokens, 1)
     scale_before = _scale(scaler, model)
     loss = torch.zeros((), dtype=torch.float32, device=scale_before.device)
     # Once more steps were skipped than may be, all are: the weights stay until the host looks and stops.
@@ -64,19 +80,26 @@ def train_step(
     if not scaler.is_enabled():
         blocked = state.skipped_steps > training.max_bad_steps
     for number, batch in enumerate(micro_batches):
-        if number and should_stop():
+        if number and not ranks.has_others and should_stop():
             # Gradients are all that has changed, so the state is that of the step before.
             optimizer.zero_grad(set_to_none=True)
             raise StepStopped
-        loss += forward_backward(state, batch, target_tokens, variant, policy, blocked)
+        with parallel.gradients_travel(is_last=number == len(micro_batches) - 1):
+            loss += forward_backward(state, batch, target_tokens, variant, policy, blocked, parallel)
+    ranks.sum_(loss)
 
     if isinstance(optimizer, OptimizerInBackward):
         grad_norm = optimizer.grad_norm()  # the gradients are used and gone
     else:
         # The norm that is clipped must be that of the true gradients, so the scale comes off first.
         scaler.unscale_(optimizer)
-        grad_norm = _clip_gradients(model, training.max_grad_norm)
+        if parallel.is_sharded and scaler.is_enabled():
+            for overflow in scaler._found_inf_per_device(optimizer).values():
+                parallel.ranks.max_(overflow)  # seen in one rank's part, it is in the gradient of all
+        grad_norm = _clip_gradients(model, training.max_grad_norm, parallel).to(loss.device)
     is_number = torch.isfinite(loss)
+    # The host with parallelism fsdp_cpu_offload: there the optimizer steps.
+    weights_device = model.embed_tokens.weight.device
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()
@@ -85,15 +108,15 @@ def train_step(
     else:
         skipped = ~(is_number & torch.isfinite(grad_norm)) | blocked
         if not isinstance(optimizer, OptimizerInBackward):
-            step_unless(optimizer, skipped)
+            step_unless(optimizer, skipped.to(weights_device))
     optimizer.zero_grad(set_to_none=True)
-    state.schedule.advance(skipped)
+    state.schedule.advance(skipped.to(weights_device))
     state.skipped_steps += skipped
     state.skipped_in_a_row.copy_((state.skipped_in_a_row + 1) * skipped)
     state.loss_since_row += torch.where(is_number, loss, 0.0)
     state.losses_since_row += is_number
     state.step += 1
-    state.tokens += sum(batch.input_tokens for batch in micro_batches)
+    state.tokens += input_tokens
     return StepOutcome(loss, grad_norm, skipped)
 
 
@@ -104,17 +127,19 @@ def forward_backward(
     variant: VariantParams,
     policy: PrecisionPolicy,
     blocked: Tensor,
+    parallel: Parallel,
 ) -> Tensor:
     """Add the gradients of one micro-batch; returns its share of the loss (fp32 scalar).
 
     Args:
         target_tokens: of the whole global batch.
         blocked: bool scalar: an optimizer in backward must change nothing.
+        parallel: runs the model.
     """
     scaler = state.scaler
     mark_dynamic_documents(batch.cu_seqlens, variant)
     with policy.autocast():
-        hidden = state.model(batch.input_ids_BS, batch.cu_seqlens)
+        hidden = parallel.forward(batch.input_ids_BS, batch.cu_seqlens)
         head = state.model.lm_head.weight
         expected_grad = _scale(scaler, state.model) / target_tokens
         if variant.loss == "chunked":
@@ -136,19 +161,22 @@ def forward_backward(
     return micro_loss.detach()
 
 
-def _clip_gradients(model: torch.nn.Module, max_norm: float | None) -> Tensor:
+def _clip_gradients(model: Llama, max_norm: float | None, parallel: Parallel) -> Tensor:
     """Scale all gradients down to the global L2 norm `max_norm`; returns the norm they had.
 
     The norm is taken in fp32 also of bf16 gradients: `clip_grad_norm_` would round it to 8 bits.
     """
-    parameters = list(model.parameters())
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], 2, torch.float32)
-    grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+    gradients = local_gradients(model)
+    grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+    if parallel.is_sharded:
+        # Each rank has seen its part of every gradient.
+        grad_norm = parallel.ranks.sum_(grad_norm.square()).sqrt()
     if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm)
+        # As torch.nn.utils.clip_grads_with_norm_, which takes no parts of gradients.
+        torch._foreach_mul_(gradients, (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
     return grad_norm
 
 
-def _scale(scaler: torch.amp.GradScaler, model: torch.nn.Module) -> Tensor:
+def _scale(scaler: torch.amp.GradScaler, model: Llama) -> Tensor:
     """The scaler's factor as a device scalar; `get_scale()` would wait for the device."""
-    return scaler.scale(torch.ones((), device=next(model.parameters()).device))  # type: ignore[return-value]
+    return scaler.scale(torch.ones((), device=model.device))  # type: ignore[return-value]

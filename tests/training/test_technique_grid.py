@@ -19,7 +19,9 @@ from stages.params import BlockGroups, MemoryBudget, Params, ParamsError, Traini
 from stages.training.compilation import apply_compile
 from stages.training.device_rules import DeviceRuleError, check_device_rules
 from stages.training.fp8 import fp8_problems
+from stages.training.parallel import is_sharded
 from stages.training.precision import PrecisionError, precision_policy
+from stages.training.ranks import ALONE, join_ranks, leave_ranks
 from stages.training.recompute import apply_recompute
 from tests.training.small_run import GLOBAL_BATCH_SIZE, small_params, small_run
 
@@ -40,6 +42,7 @@ FIELDS: dict[str, list[Settings]] = {
     "loss": [{"loss": "full"}, {"loss": "chunked", "loss_chunk_tokens": 48}],
     "optimizer": [{"optimizer": name} for name in ("adamw", "adamw_8bit", "muon")],
     "optimizer_in_backward": [{"optimizer_in_backward": False}, {"optimizer_in_backward": True}],
+    "parallelism": [{"parallelism": name} for name in ("ddp", "fsdp", "fsdp_cpu_offload")],
     "accumulation": [{"micro_batch_size": GLOBAL_BATCH_SIZE}, {"micro_batch_size": GLOBAL_BATCH_SIZE // 4}],
     "sequences": [{"sequences": "packed"}, {"sequences": "padded"}],
     "clipping": [{"max_grad_norm": None}, {"max_grad_norm": 1.0}],
@@ -113,8 +116,21 @@ def refusals(settings: Settings) -> list[str]:
 
 
 def train(settings: Settings, folder: Path) -> None:
-    """Three steps, set up in the order of the train stage: weights, recompute, compilation."""
-    run = small_run(folder, read(settings))
+    """Three steps, set up in the order of the train stage: weights, recompute, compilation.
+
+    One that shards does so on one rank; several are in tests/training/test_ranks.py.
+    """
+    params = read(settings)
+    if is_sharded(params.variants["v"]):
+        join_ranks(ALONE, torch.device("cpu"), timeout_minutes=1)
+    try:
+        _train(params, folder)
+    finally:
+        leave_ranks()
+
+
+def _train(params: Params, folder: Path) -> None:
+    run = small_run(folder, params)
     apply_recompute(run.state.model, run.variant)
     apply_compile(run.state.model, run.variant)
     losses = torch.stack([run.step().loss for _ in range(STEPS)])
@@ -269,7 +285,13 @@ def test_a_model_that_fp8_cannot_take_is_refused_with_a_documented_reason() -> N
 
 def test_every_documented_refusal_happens() -> None:
     """No row of the table is about a rule that is gone. Rows of a device have tests above."""
-    happened = {row_of(reason) for cell in [*CELLS, {"micro_batch_size": 3}] for reason in refusals(cell)}
+    others: list[Settings] = [
+        {"micro_batch_size": 3},
+        {"ranks": 2},
+        {"ranks": 2, "optimizer_in_backward": True},
+        {"parallelism": "fsdp", "compile": "blocks", "recompute": "selective"},
+    ]
+    happened = {row_of(reason) for cell in [*CELLS, *others] for reason in refusals(cell)}
     gone = [
         row for number, row in enumerate(documented()) if row.known == "params" and number not in happened
     ]

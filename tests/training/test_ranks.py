@@ -1,0 +1,79 @@
+"""One training by 1, 2 and 4 ranks is one training: the same tokens, losses and gradients."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.training.ranks import RanksError, ranks_of_environment
+from tests.training.rank_runs import Case, curves
+
+# Batches of documents of 3 to 40 tokens: every rank has another number of targets, and at an epoch's end some
+# have none at all.
+RAGGED = {"sequences": "padded"}
+CASES = {
+    "ddp": Case({"micro_batch_size": 2}),
+    "ddp, ragged": Case({"micro_batch_size": 1, "recompute": "every_block"}, RAGGED),
+    "ddp, bf16": Case({"micro_batch_size": 1, "precision": "amp_bf16", "loss": "chunked"}),
+    "ddp, pure bf16": Case({"micro_batch_size": 2, "precision": "bf16"}),
+    "ddp, 8 bits": Case({"micro_batch_size": 2, "optimizer": "adamw_8bit"}),
+    "ddp, muon": Case({"micro_batch_size": 2, "optimizer": "muon"}),
+    "fsdp": Case({"micro_batch_size": 2, "parallelism": "fsdp"}),
+    "fsdp, ragged": Case({"micro_batch_size": 1, "parallelism": "fsdp", "recompute": "every_block"}, RAGGED),
+    "fsdp, bf16": Case(
+        {"micro_batch_size": 1, "parallelism": "fsdp", "precision": "amp_bf16", "loss": "chunked"}
+    ),
+    "fsdp, tied": Case(
+        {"micro_batch_size": 2, "parallelism": "fsdp", "recompute": "selective"},
+        {"model": {"tie_word_embeddings": True}},
+    ),
+    "fsdp offloaded": Case({"micro_batch_size": 2, "parallelism": "fsdp_cpu_offload"}),
+    "fsdp, fp16": Case({"micro_batch_size": 1, "parallelism": "fsdp", "precision": "amp_fp16"}),
+}
+
+
+def alone(case: Case) -> Case:
+    """The same on one rank, with all the techniques that must not matter."""
+    techniques = case.techniques | {"parallelism": "ddp", "micro_batch_size": 8, "recompute": "none"}
+    return Case(techniques, case.training)
+
+
+def tolerance_of(case: Case) -> float:
+    """Relative. Sums are in another order; of what is rounded to 16 bits a small difference makes a larger
+    one, which grows from step to step."""
+    rounds = case.techniques.get("precision", "fp32") != "fp32" or case.techniques.get("optimizer") == "muon"
+    return 4e-3 if rounds else 4e-6
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, float, float]]]:
+    found = curves(tmp_path_factory.mktemp("one"), 1, [alone(case) for case in CASES.values()])
+    return dict(zip(CASES, found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_curve_does_not_depend_on_the_number_of_ranks(
+    tmp_path: Path, of_one: dict[str, list[tuple[int, float, float]]], ranks: int
+) -> None:
+    # Of 4 ranks each has 2 sequences of a global batch.
+    for name, found in zip(CASES, curves(tmp_path, ranks, list(CASES.values())), strict=True):
+        expected = of_one[name]
+        assert len(found) == 20
+        assert [row[0] for row in found] == [row[0] for row in expected], name
+        tolerance = tolerance_of(CASES[name])
+        for (_, loss, norm), (_, expected_loss, expected_norm) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=tolerance), name
+            assert norm == pytest.approx(expected_norm, rel=5 * tolerance), name
+
+
+def test_a_process_without_torchrun_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_of_environment() is None
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RanksError, match=r"WORLD_SIZE.* torchrun"):
+        ranks_of_environment()
