@@ -20,6 +20,7 @@ from stages.data.special_tokens import BOT, BOT_ID, EOT, EOT_ID, PAD, PAD_ID
 from stages.data.token_files import TokenFileError
 from stages.data.token_shards import TokenShards
 from stages.data.tokenizer import TokenizerError, decode, load_tokenizer
+from stages.device_lock import DeviceLockError, hold_device
 from stages.evaluation.sampling import continue_tokens
 from stages.evaluation.validation_loss import DocumentLosses, document_losses
 from stages.interruption import run_interruptible
@@ -47,9 +48,11 @@ def _run(variant: str) -> int:
     try:
         params = load_params()
         params.require_variant(variant)
-        evaluate(params, variant)
+        with hold_device(f"evaluate {variant}", params.hardware.device):
+            evaluate(params, variant)
     except (
         ParamsError,
+        DeviceLockError,
         HardwareError,
         TokenFileError,
         TokenizerError,

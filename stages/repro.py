@@ -71,7 +71,8 @@ class Supervisor:
         # A group of its own: each signal comes to the stage once, by this process, and not a second time
         # from the terminal or the container's init, which would mean "stop at once".
         self._dvc = subprocess.Popen(
-            [sys.executable, "-m", "dvc", "repro", *arguments],
+            # Another `dvc repro` may commit for longer than the 3 s that DVC would wait for its lock.
+            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *arguments],
             env=_environment(self._stop_file),
             pass_fds=[lock],
             process_group=0,

@@ -20,6 +20,7 @@ from stages.container_image import ContainerImageError, container_image
 from stages.data.sequences import PackedSequences, PaddedSequences, SequencesError, make_sequences
 from stages.data.token_files import TokenFileError
 from stages.data.token_shards import TokenShards
+from stages.device_lock import DeviceLockError, hold_device
 from stages.fingerprint import train_fingerprint
 from stages.interruption import EXIT_INTERRUPTED, Interrupted, StopSignals, stop_signals
 from stages.measure.compilation import CompileWatch
@@ -101,7 +102,10 @@ def main(arguments: list[str] | None = None) -> int:
             if ranks is not None or params.training.ranks == 1:
                 ranks = ranks or ALONE
                 timeout = params.hardware.collective_timeout_minutes
-                with leaving(ranks, timeout, (*_MISTAKES, torch.AcceleratorError)):
+                with (
+                    leaving(ranks, timeout, (*_MISTAKES, torch.AcceleratorError)),
+                    hold_device(name, params.hardware.device),
+                ):
                     train(
                         params,
                         options.variant,
@@ -129,6 +133,7 @@ _MISTAKES = (
     UnitError,
     ParamsError,
     PlanError,
+    DeviceLockError,
     HardwareError,
     PrecisionError,
     DeviceRuleError,
@@ -223,7 +228,7 @@ def _train_or_halve(
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
-    store = CheckpointStore(run.store.folder, run.store.keep)  # counts from 0: the record has the rest
+    store = CheckpointStore(run.store.folder, run.store.keep, run.ranks)  # from 0: the record has the rest
     return replace(run.with_micro_batch(smaller), store=store)
 
 

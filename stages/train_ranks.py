@@ -5,11 +5,13 @@ each process is one of its ranks, and its number of ranks counts.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from stages.device_lock import hold_device
 from stages.measure.hardware import HardwareError, select_device
 from stages.params import Params, ParamsError
 from stages.rank_launch import launch_ranks
@@ -25,8 +27,13 @@ def start_ranks(params: Params, variant: str, arguments: list[str]) -> int:
 
     Args:
         arguments: of this stage, for each of them.
+
+    Raises:
+        DeviceLockError: they need more GPUs than there are.
     """
-    return launch_ranks(f"train {variant}", params.training.ranks, ["-m", "stages.train", *arguments])
+    name, count = f"train {variant}", params.training.ranks
+    with hold_device(name, params.hardware.device, count):  # for them: what they see is what is held here
+        return launch_ranks(name, count, ["-m", "stages.train", *arguments])
 
 
 def with_ranks(params: Params, variant: str, ranks: Ranks) -> Params:
@@ -79,11 +86,18 @@ def joined_ranks(params: Params, variant: str, device: torch.device, ranks: Rank
 def shared_work_folder(
     work: Path, variant: str, fingerprint: str, ranks: Ranks, *, fresh: bool
 ) -> Iterator[Path]:
-    """The work folder, which the first rank holds for all."""
+    """The work folder, which the first rank holds for all.
+
+    An experiment waits for another that trains the same variant, and takes its result. Who starts twice by
+    hand, or beside an orphan, is told at once; and so are several ranks, of which all would wait for one.
+    """
+    waits_as = f"train {variant}" if "DVC_EXP_NAME" in os.environ and not ranks.has_others else None
     with contextlib.ExitStack() as held:
         folder = None
         if ranks.is_first:
-            folder = held.enter_context(hold_work_folder(work, "train", variant, fingerprint, fresh=fresh))
+            folder = held.enter_context(
+                hold_work_folder(work, "train", variant, fingerprint, fresh=fresh, waits_as=waits_as)
+            )
         shared = ranks.from_first(folder)
         assert shared is not None, "the first rank has it"
         yield shared

@@ -41,6 +41,8 @@ RANKS_PER_MACHINE = 8
 
 _KERNELS_PER_BLOCK = 110
 """Forward and backward of one block, eager, counted by hand; recomputing it adds a third."""
+_KERNELS_TO_SHARE_A_BLOCK = 40
+"""Copies and collectives that gather its weights twice and cut up its gradients (FSDP2), about."""
 
 _FORMATS: dict[str, Format] = {
     "fp32": "fp32", "tf32": "tf32", "amp_bf16": "bf16", "bf16": "bf16", "amp_fp16": "fp16", "fp8": "bf16",
@@ -261,6 +263,8 @@ class _Work:
     def kernels(self) -> float:
         compiled = 0.5 if self.variant.compile != "off" else 1.0
         per_block = _KERNELS_PER_BLOCK * (1 + self.repeated_share / 3) * compiled
+        if self.is_sharded:
+            per_block += _KERNELS_TO_SHARE_A_BLOCK
         chunk = self.tokens
         if self.variant.loss == "chunked":
             chunk = min(chunk, self.variant.loss_chunk_tokens)

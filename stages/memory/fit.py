@@ -29,6 +29,10 @@ _SHARED: tuple[str, ...] = ("ddp", "fsdp")
 _LAST_RESORT: tuple[str, ...] = ("fsdp_cpu_offload",)
 """Parallelisms that it searches: with one rank, with more, and where nothing else fits."""
 
+SHARDING_MUST_GAIN = 1.1
+"""By so much fsdp must be forecast faster than ddp to be chosen where both fit: what sharing weights costs the
+host is forecast roughly."""
+
 ESTIMATE_ERROR = 0.10
 ESTIMATE_MARGIN = "error of the estimate for compiled blocks"
 """Compiled variants are estimated within this share of the peak (benchmarks/plan_accuracy.py), so they fit
@@ -169,17 +173,34 @@ def fit_variant(predictions: Predictions, variant: str) -> Fit:
     if predictions.machine.capacity_bytes is None:
         raise FitError(f"variants.{variant}: auto needs hardware.target or hardware.memory_gib")
     tried: list[tuple[VariantParams, str]] = []
+    if predictions.params.training.ranks > 1:
+        groups = _without_hopeless(predictions, groups, tried)
     fit = _fastest(predictions, groups, tried)
     if fit is None and predictions.machine.device == "cuda":
         groups = candidates_of(predictions.params, written, last_resort=True)
-        # Nothing is leaner than the last group, and a prediction of each would take minutes.
-        if groups and any(map(predictions.fits, (groups[-1][0], groups[-1][-1]))):
-            fit = _fastest(predictions, groups, tried)
-        else:
-            tried += [(group[0], "does not fit") for group in groups[-1:]]
+        fit = _fastest(predictions, _without_hopeless(predictions, groups, tried), tried)
     if fit is not None:
         return fit
     raise FitError(_nothing_fits(predictions, variant, [recipe for recipe, _ in tried]))
+
+
+def _without_hopeless(
+    predictions: Predictions, groups: list[list[VariantParams]], seen: list[tuple[VariantParams, str]]
+) -> list[list[VariantParams]]:
+    """Groups less those of a parallelism whose leanest group does not fit: trying each would take minutes.
+
+    Args:
+        seen: what was looked at before, and is added to.
+    """
+    hopeful: list[list[VariantParams]] = []
+    for parallelism in dict.fromkeys(group[0].parallelism for group in groups):
+        of_it = [group for group in groups if group[0].parallelism == parallelism]
+        leanest = of_it[-1]
+        if any(map(predictions.fits, (leanest[0], leanest[-1]))):
+            hopeful += of_it
+        else:
+            seen.append((leanest[0], "does not fit"))
+    return hopeful
 
 
 def candidates_of(
@@ -283,14 +304,15 @@ def forecast_of(params: Params, recipe: VariantParams, machine: Machine) -> Fore
 
 
 def _rank(predictions: Predictions, recipe: VariantParams) -> float:
-    """Forecast tokens per second; in words of another GPU where none is named."""
+    """Forecast tokens per second, fsdp's less a margin; in words of another GPU where none is named."""
     params, target = predictions.params, predictions.machine.target
     for candidate in (target, _RANKED_AS):
         if candidate is not None and no_forecast_reason(recipe, candidate) is None:
             vocab_size = params.tokenizer.vocab_size
-            return forecast(
-                params.model, vocab_size, params.training, recipe, candidate
-            ).middle_tokens_per_second
+            speeds = forecast(params.model, vocab_size, params.training, recipe, candidate)
+            return speeds.middle_tokens_per_second / (
+                1.0 if recipe.parallelism == "ddp" else SHARDING_MUST_GAIN
+            )
     return float(recipe.micro_batch_size)
 
 

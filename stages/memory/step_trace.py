@@ -284,7 +284,8 @@ class _Phases:
         for number, block in enumerate(model.layers, 1):
             self._name(block, f"block {number} of {blocks}")
         self._name(model.norm, "final norm")
-        model.register_forward_pre_hook(lambda *_: self._begin("", FORWARD))
+        # Before FSDP2's own hook, which gathers weights.
+        model.register_forward_pre_hook(lambda *_: self._begin("", FORWARD), prepend=True)
         model.register_forward_hook(lambda *_: self._begin(HEAD_AND_LOSS, FORWARD))
         for module in model.modules():
             if (place := _PLACES.get(type(module))) is not None:

@@ -66,6 +66,9 @@ class StageProcess:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def errors_so_far(self) -> str:
+        return self._outputs[1].read_text()
+
     def end(self) -> Ended:
         """Wait for it."""
         self.process.wait(_PATIENCE_SECONDS)

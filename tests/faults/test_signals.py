@@ -116,6 +116,25 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(repository: Repositor
     assert first.end().status == 75
 
 
+def test_an_experiment_waits_for_another_that_trains_the_same(repository: Repository) -> None:
+    first = StageProcess(repository, "train", "baseline")
+    first.wait_for_checkpoint()
+    first.send(signal.SIGSTOP)
+    second = StageProcess(repository, "train", "baseline", environment={"DVC_EXP_NAME": "another"})
+    while "waiting for it" not in second.errors_so_far():
+        assert second.process.poll() is None, second.end()
+        time.sleep(0.05)
+    first.send(signal.SIGCONT)
+    assert first.end().status == 0
+    found = results(repository.root, "baseline")
+    ended = second.end()
+    assert ended.status == 0, ended
+    (line,) = ended.errors()
+    assert line.startswith(f"train baseline: process {first.process.pid} on "), ended
+    assert "was complete; its outs are published" in ended.stdout, ended
+    assert results(repository.root, "baseline") == found
+
+
 def test_an_orphaned_trainer_is_met_by_the_next_repro(repository: Repository) -> None:
     """`dvc repro` alone is killed; its trainer goes on."""
     repository.edit_params(lambda params: params["training"].update(token_budget=32 * 4 * 100_000))

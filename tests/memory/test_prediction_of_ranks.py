@@ -4,7 +4,6 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from stages.memory.fit import FitError, Predictions, fit_variant
 from stages.memory.leaner_recipes import change_that_fits, leaner_recipes
 from stages.memory.machine import machine_of
 from stages.memory.make_up import GATHERED
-from stages.memory.prediction import NCCL
-from stages.params import Params, VariantParams, check_params
+from stages.memory.prediction import CONTEXT, CUBLAS, FRAGMENTATION, NCCL, UNSPLIT
+from stages.params import Params, TrainingParams, VariantParams, check_params
 from stages.training.parallel import Parallel
 from stages.training.ranks import Ranks, join_ranks, leave_ranks
 from stages.training.recompute import apply_recompute
@@ -32,6 +31,11 @@ from tests.reference_model import REFERENCE
 
 GIB = 2**30
 CPU = torch.device("cpu")
+SMALL = REFERENCE.model_copy(update={"num_hidden_layers": 3})
+REFERENCE_TRAINING = TrainingParams(
+    sequence_length=512, global_batch_size=64, token_budget=10**9, learning_rate=1e-3
+)
+INSIDE_A_PRODUCT_BYTES = 0.25 * 2**20
 LEAN = {"loss": "chunked", "loss_chunk_tokens": 64}
 
 # (ranks, micro-batches of each, vocabulary, techniques)
@@ -109,5 +113,149 @@ def test_the_prediction_is_the_peak_of_each_rank(
     number = [other for other in MEASURED if other[0] == case[0]].index(case)
     peaks = [of_rank[number] for of_rank in measured[case[0]]]
     peak = predicted(params_of(*case)).peak_bytes
-    # What gloo frees in a thread of its own the profiler does not see, so a rank may show too much.
-    assert min(peaks) == pytest.approx(peak, rel=1e-3), peaks
+    # gloo frees a copy in a thread of its own, which the profiler does not see: a rank may show too much. And
+    # oneDNN packs inside a product, which matters where the peak is not at the logits (test_prediction.py).
+    assert -1024 < min(peaks) - peak < INSIDE_A_PRODUCT_BYTES, (peaks, peak)
+
+
+def test_most_predictions_are_the_peak_byte_for_byte(measured: dict[int, list[list[int]]]) -> None:
+    exact = 0
+    for case in MEASURED:
+        number = [other for other in MEASURED if other[0] == case[0]].index(case)
+        peaks = [of_rank[number] for of_rank in measured[case[0]]]
+        exact += abs(min(peaks) - predicted(params_of(*case)).peak_bytes) < 64
+    assert exact >= len(MEASURED) * 2 // 3
+
+
+def reference(parallelism: str, ranks: int, device: str = "cuda", **techniques: Any) -> MemoryPrediction:
+    """Of 179.5 M parameters, less 9 blocks."""
+    recipe = VariantParams(
+        **{"micro_batch_size": 2, "precision": "amp_bf16", "parallelism": parallelism} | techniques
+    )
+    training = REFERENCE_TRAINING.model_copy(update={"ranks": ranks, "global_batch_size": 2 * ranks})
+    return predict(SMALL, 50_000, training, recipe, device)  # type: ignore[arg-type]
+
+
+def test_what_a_rank_keeps() -> None:
+    alone, ddp = reference("ddp", 1), reference("ddp", 8)
+    sharded, on_host = reference("fsdp", 8), reference("fsdp_cpu_offload", 8)
+    assert ddp.parameters == alone.parameters == pytest.approx(8 * sharded.parameters, rel=1e-3)
+    assert alone.optimizer_state == pytest.approx(8 * sharded.optimizer_state, rel=1e-3)
+    # Buckets are there for good, also where one rank has no gradient yet.
+    assert ddp.gradients >= alone.parameters
+    assert (on_host.parameters, on_host.optimizer_state) == (0, 0)
+    assert sharded.peak_bytes < ddp.peak_bytes
+    assert on_host.peak_bytes < sharded.peak_bytes - 0.9 * (sharded.parameters + sharded.optimizer_state)
+    # Weights, gradients and two moments; what is pinned is up to twice as large.
+    state = 2 * sharded.parameters + sharded.optimizer_state
+    assert state < on_host.host_bytes < 1.6 * state
+    assert sharded.host_bytes == ddp.host_bytes == 0
+    assert GATHERED in sharded.activations_by_kind and GATHERED not in ddp.activations_by_kind
+    assert NCCL in ddp.allowances and NCCL not in alone.allowances
+
+
+def test_more_ranks_need_less_each_when_sharded() -> None:
+    peaks = [reference("fsdp", ranks).peak_bytes for ranks in (2, 8, 64)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert reference("ddp", 8).peak_bytes == reference("ddp", 64).peak_bytes
+
+
+def test_one_rank_alone_is_predicted_as_before_ranks() -> None:
+    """What ranks bring is nowhere in it."""
+    alone = reference("ddp", 1)
+    assert alone.host_bytes == 0
+    assert set(alone.allowances) == {UNSPLIT, CUBLAS, FRAGMENTATION, CONTEXT}
+
+
+def planned(variant: dict[str, Any], ranks: int, memory_bytes: int, device: str = "cpu") -> Predictions:
+    """Of a small model, on CUDA of a larger one, beside which its context is little."""
+    raw = params_of(ranks, 1, 2048, {"micro_batch_size": 1}).model_dump()
+    if device == "cuda":
+        raw |= {"model": SMALL.model_dump(), "tokenizer": {"vocab_size": 50_000}}
+    raw["hardware"] = {"device": device, "memory_gib": memory_bytes / GIB, "memory_reserve_gib": 0}
+    raw["variants"] = {VARIANT: variant}
+    params = check_params(raw)
+    return Predictions(params, machine_of(params.hardware), made=MADE.setdefault((ranks, device), {}))
+
+
+MADE: dict[object, dict[object, MemoryPrediction]] = {}
+LEANEST: dict[str, Any] = {"precision": "amp_bf16", "recompute": "every_block", "loss": "chunked"}
+FITTED = {"fit": "auto", "precision": "amp_bf16"}
+
+
+def needed(parallelism: str, ranks: int, device: str = "cpu") -> int:
+    """With the leanest techniques: the least of micro-batch 1 and all of a rank's batch."""
+    recipes = [
+        VariantParams(**LEANEST | {"micro_batch_size": size, "parallelism": parallelism}) for size in (1, 2)
+    ]
+    predictions = planned(recipes[0].model_dump(), ranks, GIB, device)
+    return min(map(predictions.needed_bytes, recipes))
+
+
+def test_fit_shards_only_what_does_not_fit_whole() -> None:
+    assert fit_variant(planned(FITTED, 2, GIB), VARIANT).recipe.parallelism == "ddp"
+    sharded, whole = needed("fsdp", 2), needed("ddp", 2)
+    assert sharded < whole
+    found = fit_variant(planned(FITTED, 2, (sharded + whole) // 2), VARIANT)
+    assert found.recipe.parallelism == "fsdp"
+    assert {entry.recipe.parallelism for entry in found.considered} == {"ddp", "fsdp"}
+    written = FITTED | {"parallelism": "ddp"}
+    with pytest.raises(FitError, match="use a smaller model, parallelism: fsdp, "):
+        fit_variant(planned(written, 2, (sharded + whole) // 2), VARIANT)
+
+
+def test_host_memory_is_the_last_resort_of_one_rank() -> None:
+    offloaded, whole = needed("fsdp_cpu_offload", 1, "cuda"), needed("ddp", 1, "cuda")
+    assert offloaded < whole
+    assert fit_variant(planned(FITTED, 1, whole, "cuda"), VARIANT).recipe.parallelism == "ddp"
+    between = planned(FITTED, 1, (offloaded + whole) // 2, "cuda")
+    assert fit_variant(between, VARIANT).recipe.parallelism == "fsdp_cpu_offload"
+    with pytest.raises(FitError, match=r"more ranks \(training.ranks is 1\)"):
+        fit_variant(planned(FITTED, 1, offloaded // 2, "cuda"), VARIANT)
+
+
+def test_advice_to_share_the_weights() -> None:
+    recipe = VariantParams(micro_batch_size=1, **LEANEST)
+    predictions = planned(recipe.model_dump(), 2, (needed("fsdp", 2) + needed("ddp", 2)) // 2)
+    assert "parallelism: fsdp" in (change_that_fits(predictions, recipe) or "")
+    found = [leaner.change for leaner in leaner_recipes(predictions.params, VARIANT, "cpu")]
+    assert found[-1] == "parallelism: fsdp"
+
+
+def test_predicts_in_a_process_that_has_a_group() -> None:
+    """A rank that runs out of memory asks for what would need less."""
+    join_ranks(Ranks(), CPU, 1)
+    try:
+        peak = predicted(params_of(2, 1, 300, {"parallelism": "fsdp"})).peak_bytes
+    finally:
+        leave_ranks()
+    assert peak == predicted(params_of(2, 1, 300, {"parallelism": "fsdp"})).peak_bytes
+
+
+def seconds(target: str, parallelism: str, ranks: int, micro_batch_size: int = 8) -> tuple[float, float]:
+    recipe = VariantParams(
+        micro_batch_size=micro_batch_size,
+        precision="amp_bf16",
+        parallelism=parallelism,  # type: ignore[arg-type]
+    )
+    training = REFERENCE_TRAINING.model_copy(update={"ranks": ranks, "global_batch_size": 8 * ranks})
+    return forecast(REFERENCE, 50_000, training, recipe, TARGETS[target]).step_seconds
+
+
+def test_ranks_take_time_to_talk() -> None:
+    alone = seconds("rtx_4090", "ddp", 1)
+    for parallelism in ("ddp", "fsdp"):
+        together = seconds("rtx_4090", parallelism, 8)
+        assert together[1] > alone[1], "the same work for each, and at worst nothing hides"
+        assert seconds("rtx_4090", parallelism, 64)[1] > together[1], "between machines"
+    on_fast_links = seconds("a100_80gb", "ddp", 8)[1] / seconds("a100_80gb", "ddp", 1)[1]
+    assert on_fast_links < seconds("rtx_4090", "ddp", 8)[1] / alone[1]
+    assert seconds("rtx_4090", "fsdp_cpu_offload", 8)[0] > seconds("rtx_4090", "fsdp", 8)[0]
+
+
+def test_the_price_is_of_all_gpus() -> None:
+    recipe = VariantParams(micro_batch_size=8, precision="amp_bf16")
+    training = REFERENCE_TRAINING.model_copy(update={"ranks": 4, "global_batch_size": 32})
+    found = forecast(REFERENCE, 50_000, training, recipe, TARGETS["a100_80gb"], 2.0)
+    assert found.cost_per_billion_tokens is not None
+    assert found.cost_per_billion_tokens[0] == pytest.approx(4 * 2e9 / 3600 / found.tokens_per_second[0])
