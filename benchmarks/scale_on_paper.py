@@ -317,7 +317,8 @@ def _first_break(plans: list[Plan], size: Size, target: str) -> str:
             told.append(
                 f"{ranks} GPUs do not hold it ({readable_bytes(fits['fsdp'].needed_bytes)} with fsdp)"
             )
-    for name in TOKENS:
+    holds = any(_fastest(plans, size, ranks, target) is not None for ranks in RANKS)
+    for name in TOKENS if holds else ():
         ranks_in_time = [
             ranks
             for ranks in RANKS

@@ -176,9 +176,9 @@ def train(
     """
     params = with_ranks(planned_params(written, [variant]), variant, ranks)
     device = rank_device(params, ranks)
-    # A plan is for the ranks that the params name.
+    # A plan is for one of the ranks that the params name; on a CPU those of a machine share its memory.
     planned_bytes = planned_memory_bytes(written, variant) if ranks.count == written.training.ranks else None
-    check_memory(planned_bytes, device, memory_budget_bytes)
+    check_memory(planned_bytes, device, memory_budget_bytes, sharing=ranks.local_count)
     use_deterministic_kernels(device)
     if device.type == "cpu" and params.hardware.on_out_of_memory == "stop":
         keep_freed_memory()  # else what a failed step gave back could not be used in other sizes
@@ -292,6 +292,7 @@ def _train_from_checkpoint(
             measured = {
                 "variant": run.variant,
                 "device": device_facts,
+                "ranks": ranks.count,
                 "image": image.identity if image else None,
             } | figures
             facts = training_facts(run, state, record)

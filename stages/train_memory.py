@@ -23,8 +23,14 @@ class OverBudgetError(MemoryError):
         self.over_bytes, self.budget_bytes = over_bytes, budget_bytes
 
 
-def check_memory(planned_bytes: int | None, device: torch.device, budget_bytes: int | None) -> None:
-    """Refuse at once what is planned for more memory than there is; put the budget in force."""
+def check_memory(
+    planned_bytes: int | None, device: torch.device, budget_bytes: int | None, *, sharing: int = 1
+) -> None:
+    """Refuse at once what is planned for more memory than there is; put the budget in force.
+
+    Args:
+        sharing: processes of this training that share a CPU's memory; each needs the same.
+    """
     memory_bytes = describe_device(device).memory_bytes
     if budget_bytes is not None:
         if device.type == "cuda":
@@ -37,7 +43,7 @@ def check_memory(planned_bytes: int | None, device: torch.device, budget_bytes: 
                 f"{readable_bytes(budget_bytes)}; raise it, or plan for less with hardware.memory_gib"
             )
     if planned_bytes is not None:
-        check_device_memory(planned_bytes, memory_bytes)
+        check_device_memory(planned_bytes * (sharing if device.type == "cpu" else 1), memory_bytes)
 
 
 def out_of_memory_message(

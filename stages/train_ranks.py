@@ -49,6 +49,8 @@ def with_ranks(params: Params, variant: str, ranks: Ranks) -> Params:
         f"variants.{variant}.{key}: {message}"
         for key, message in params.variants[variant].conflicts(training, params.hardware)
     ]
+    if ranks.has_others and params.hardware.on_out_of_memory == "halve":
+        problems.append("hardware.on_out_of_memory: halve is for one rank; use stop")
     if problems:
         raise ParamsError(f"with {ranks.count} ranks, as torchrun has it", problems)
     return params.model_copy(update={"training": training})
@@ -95,6 +97,8 @@ def shared_work_folder(
     with contextlib.ExitStack() as held:
         folder = None
         if ranks.is_first:
+            # Of torchrun's starts the first alone is fresh: those after a failure go on.
+            fresh = fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             folder = held.enter_context(
                 hold_work_folder(work, "train", variant, fingerprint, fresh=fresh, waits_as=waits_as)
             )

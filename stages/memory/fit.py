@@ -30,8 +30,8 @@ _LAST_RESORT: tuple[str, ...] = ("fsdp_cpu_offload",)
 """Parallelisms that it searches: with one rank, with more, and where nothing else fits."""
 
 SHARDING_MUST_GAIN = 1.1
-"""By so much fsdp must be forecast faster than ddp to be chosen where both fit: what sharing weights costs the
-host is forecast roughly."""
+"""By so much fsdp must be forecast faster than ddp to be chosen where both fit: what it costs the host is
+forecast roughly."""
 
 ESTIMATE_ERROR = 0.10
 ESTIMATE_MARGIN = "error of the estimate for compiled blocks"

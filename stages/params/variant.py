@@ -154,6 +154,8 @@ class VariantParams(Section):
 
     def _conflicts_with_training(self, training: TrainingParams) -> Iterator[tuple[str, str]]:
         ranks = training.ranks
+        if training.global_batch_size % ranks:
+            return  # `training.ranks` is the problem
         # What one rank has of a global batch.
         global_batch_size = training.global_batch_size // ranks
         whose = "training.global_batch_size" if ranks == 1 else "training.global_batch_size / training.ranks"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -110,14 +111,9 @@ def join_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float) -> No
     """
     torch.set_num_threads(_threads(ranks))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = None if ranks.has_others else dist.HashStore()
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(minutes=timeout_minutes),
-        rank=ranks.rank,
-        world_size=ranks.count,
-        store=store,
-    )
+    timeout = timedelta(minutes=timeout_minutes)
+    store = _store_of_this_start(ranks, timeout) if ranks.has_others else dist.HashStore()
+    dist.init_process_group(backend, timeout=timeout, rank=ranks.rank, world_size=ranks.count, store=store)
 
 
 def leave_ranks() -> None:
@@ -126,6 +122,20 @@ def leave_ranks() -> None:
     _gloo = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _store_of_this_start(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other, under names that no start before this one used.
+
+    torchrun keeps one store over its restarts: a rank could find the address of one that was killed, and not
+    connect to it. On several machines each agent counts its own restarts, so there the names stay the same;
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use a new store each time.
+    """
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.count, timeout=timeout))
+    store.set_timeout(timeout)
+    is_one_machine = ranks.local_count == ranks.count
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "0"
+    return dist.PrefixStore(f"start-{restarts}", store)
 
 
 _gloo: dist.ProcessGroup | None = None

@@ -284,6 +284,12 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused(
         with_ranks(load_params(), "baseline", Ranks(rank=0, count=3, local_rank=0, local_count=3))
     assert str(refused.value).splitlines() == ["with 3 ranks, as torchrun has it: 1 problem", problem]
 
+    # Where torchrun has two, and the params one.
+    repository.edit_params(lambda params: params["hardware"].update(on_out_of_memory="halve"))
+    with pytest.raises(ParamsError, match="halve is for one rank"):
+        with_ranks(load_params(), "baseline", Ranks(rank=0, count=2, local_rank=0, local_count=2))
+    repository.edit_params(lambda params: params["hardware"].update(on_out_of_memory="stop"))
+
     set_ranks(repository, 3)
     assert main(["baseline"]) == 1
     assert problem in capsys.readouterr().err.splitlines()

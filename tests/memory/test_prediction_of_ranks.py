@@ -129,9 +129,8 @@ def test_most_predictions_are_the_peak_byte_for_byte(measured: dict[int, list[li
 
 def reference(parallelism: str, ranks: int, device: str = "cuda", **techniques: Any) -> MemoryPrediction:
     """Of 179.5 M parameters, less 9 blocks."""
-    recipe = VariantParams(
-        **{"micro_batch_size": 2, "precision": "amp_bf16", "parallelism": parallelism} | techniques
-    )
+    keys: dict[str, Any] = {"micro_batch_size": 2, "precision": "amp_bf16", "parallelism": parallelism}
+    recipe = VariantParams(**keys | techniques)
     training = REFERENCE_TRAINING.model_copy(update={"ranks": ranks, "global_batch_size": 2 * ranks})
     return predict(SMALL, 50_000, training, recipe, device)  # type: ignore[arg-type]
 
