@@ -343,9 +343,10 @@ def _first_break(plans: list[Plan], size: Size, target: str) -> str:
         )
     seconds = _checkpoint_bytes(size) / DISK_BYTES_PER_SECOND
     if seconds > 0.1 * 60 * CHECKPOINT_MINUTES:
+        busy = seconds / 60 / CHECKPOINT_MINUTES
         told.append(
-            f"a checkpoint every {CHECKPOINT_MINUTES} minutes takes {seconds / 60 / CHECKPOINT_MINUTES:.0%} "
-            "of the time: save less often, or to a faster file system"
+            f"a checkpoint every {CHECKPOINT_MINUTES} minutes keeps the file system busy {busy:.0%} of the time, "
+            "beside the training: save less often, or to a faster one"
         )
     return "; ".join(told)
 

@@ -178,7 +178,7 @@ class HardwareParams(Section):
     reserve is for what no prediction sees, such as another driver. A card that shows a desktop needs more:
     what nvidia-smi shows in use before training."""
     price_per_hour: PositiveFloat | None = None
-    """Of the target, in any currency; the forecast then names the cost of a billion tokens in it."""
+    """Of one target, in any currency; the forecast then names the cost of a billion tokens in it."""
     on_out_of_memory: Literal["stop", "halve"] = "stop"
     """halve: go on from the last checkpoint with half the micro-batch and twice the accumulation; the
     results say so."""

@@ -215,8 +215,8 @@ class VariantToPlan(VariantParams):
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"  # type: ignore[assignment]
     """auto: the largest divisor of training.global_batch_size that fits the target's memory."""
     fit: Literal["auto"] | None = None
-    """auto: the plan chooses recompute, loss and micro_batch_size, as far as they are not given here, for
-    the highest forecast speed that fits. It never changes precision, compile or the optimizer."""
+    """auto: the plan chooses recompute, loss, micro_batch_size and parallelism, as far as they are not given
+    here, for the highest forecast speed that fits. It never changes precision, compile or the optimizer."""
 
     @property
     def given(self) -> dict[str, Any]:
