@@ -345,8 +345,8 @@ def _first_break(plans: list[Plan], size: Size, target: str) -> str:
     if seconds > 0.1 * 60 * CHECKPOINT_MINUTES:
         busy = seconds / 60 / CHECKPOINT_MINUTES
         told.append(
-            f"a checkpoint every {CHECKPOINT_MINUTES} minutes keeps the file system busy {busy:.0%} of the time, "
-            "beside the training: save less often, or to a faster one"
+            f"a checkpoint every {CHECKPOINT_MINUTES} minutes keeps the file system busy {busy:.0%} of the "
+            "time, beside the training: save less often, or to a faster one"
         )
     return "; ".join(told)
 
