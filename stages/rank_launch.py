@@ -37,6 +37,8 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 15.0
 # From SIGKILL on: a process that the kernel does not let go, such as one in a GPU's driver, is left behind.
 _REAP_SECONDS = 30.0
+# From one rank's stop until the others, who save or end with it, are told too.
+_TELL_SECONDS = 60.0
 # A process group may get one signal twice; see stages.interruption.
 _SAME_SIGNAL_SECONDS = 0.3
 
@@ -164,18 +166,23 @@ class _Launch:
             self.ranks.append(_Rank(number, process, error_file))
 
     def wait(self) -> int:
-        is_told, kill_at, give_up_at = False, None, None
+        is_told, kill_at, give_up_at, tell_at = False, None, None, None
         while running := [rank for rank in self.ranks if rank.is_running()]:
             now = time.monotonic()
             if self.requests.again is not None:
                 self.kill()
                 self._say(f"{self.requests.again.name} again, stopped at once")
                 return 128 + self.requests.again
-            if self.requests.first is not None and not is_told:
+            # One that was stopped before its first step was complete leaves the others waiting on their GPUs.
+            if tell_at is None and self._is_stopped():
+                tell_at = now + _TELL_SECONDS
+            is_late = tell_at is not None and now >= tell_at
+            stop = self.requests.first or (signal.SIGTERM if is_late else None)
+            if stop is not None and not is_told:
                 is_told = True
                 self._stop_file.touch()  # first, for a rank that has no handler yet
                 for rank in running:
-                    rank.process.send_signal(self.requests.first)
+                    rank.process.send_signal(stop)
             if kill_at is None and any(map(_has_failed, self.ranks)):
                 kill_at = now + _GRACE_SECONDS
             if give_up_at is None and kill_at is not None and now >= kill_at:
@@ -205,11 +212,13 @@ class _Launch:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)  # with what it started
 
+    def _is_stopped(self) -> bool:
+        return any(rank.status() == EXIT_INTERRUPTED for rank in self.ranks)
+
     def _result(self) -> int:
         failed = [rank for rank in self.ranks if _has_failed(rank) and not rank.is_killed]
         cause = min(failed, key=_innocence, default=None)
-        is_stopped = any(rank.status() == EXIT_INTERRUPTED for rank in self.ranks)
-        if is_stopped and (cause is None or cause.status() == EXIT_LOST_PEER):
+        if self._is_stopped() and (cause is None or cause.status() == EXIT_LOST_PEER):
             # One that was stopped before it knew the others is lost to them.
             if self.ranks[0].status() != EXIT_INTERRUPTED:
                 self._say(f"stopped; {self.outcome}")

@@ -62,7 +62,7 @@ def leave_for_lost_peer(error: BaseException, timeout_minutes: float) -> NoRetur
     if _is_timeout(error):
         message = f"another rank did not answer for {timeout_minutes:g} minutes ({TIMEOUT_PARAM})"
     # torchrun calls the earliest record the root cause, and counts in whole seconds.
-    _record(message, _innermost_line(error), int(time.time()) + 2)
+    _record(message, _in_one_line(error), int(time.time()) + 2)
     leave(EXIT_LOST_PEER)
 
 
@@ -91,7 +91,7 @@ def _is_timeout(error: BaseException) -> bool:
     return any(sign in str(error) for sign in _TIMED_OUT)
 
 
-def _innermost_line(error: BaseException) -> str:
+def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 

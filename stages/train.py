@@ -33,9 +33,7 @@ from stages.measure.host_allocator import keep_freed_memory
 from stages.measure.out_of_memory import FailedAllocation, failed_allocation
 from stages.measure.peak_memory import highest
 from stages.measure.units import UnitError, parse_bytes
-from stages.memory.leaner_recipes import (
-    next_smaller_micro_batch,
-)
+from stages.memory.leaner_recipes import next_smaller_micro_batch
 from stages.model.attention import attention_kernel
 from stages.params import Params, ParamsError, load_params
 from stages.planned import PlanError, planned_memory_bytes, planned_params
@@ -150,6 +148,9 @@ _MISTAKES = (
 """What a user can mend; the message says how."""
 
 
+_LOST_RANKS_SECONDS = 60.0
+
+
 def train(
     written: Params,
     variant: str,
@@ -213,7 +214,9 @@ def _train_or_halve(
             raise
         problem = out_of_memory_message(run.params, run.variant, run.device, failure)
     finally:
-        run.store.wait()  # nobody may read or lock the folder while it is written
+        # Nobody may read or lock the folder while it is written. Where other ranks may be lost the wait is
+        # short: this process ends then.
+        run.store.wait(_LOST_RANKS_SECONDS if run.ranks.has_others else None)
     # Only now, with its traceback gone, is the memory of the failed step free.
     smaller = next_smaller_micro_batch(run.techniques, run.params.training.global_batch_size)
     if (

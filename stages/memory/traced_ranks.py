@@ -5,14 +5,13 @@ on CUDA as here: it leaves no tensor to the allocator's keeping (record_stream) 
 another instead, so that the allocator's count of live bytes does not depend on when kernels run. Its streams
 share no memory; cuda_allocator.py follows that.
 
-DDP's reducer is C++ and reads addresses, which fake tensors have not. `_Reducer` does here what it does
-(torch/csrc/distributed/c10d/reducer.cpp of PyTorch 2.13): buckets of gradients for good, into which each
-gradient is copied when it is complete.
+DDP's reducer is C++ and reads addresses, which fake tensors have not. `_gradients_in_buckets` stands for it
+(torch/csrc/distributed/c10d/reducer.cpp of PyTorch 2.13), once the loop has settled it: buckets for good, of
+which gradients are views.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +35,6 @@ class TracedRanks(Ranks):
         return list(numbers)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def max_(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
@@ -75,16 +71,17 @@ class TracedParallel(Parallel):
         self.gradients: set[int] = set()
         """Blocks of gradients that no parameter shows as its own."""
         self._tracker = tracker
-        self._reducer: _Reducer | None = None
-        if ranks.has_others and not is_sharded(variant):
-            self._reducer = _Reducer(model)
-            self.gradients |= {tracker.follow(bucket) for bucket in self._reducer.buckets}
+        self._in_buckets = ranks.has_others and not is_sharded(variant)
+        if self._in_buckets:
+            self.gradients |= {tracker.follow(bucket) for bucket in _gradients_in_buckets(model)}
+
+    @property
+    def keeps_gradients(self) -> bool:
+        return self._in_buckets
 
     @contextmanager
     def gradients_travel(self, *, is_last: bool) -> Iterator[None]:
         travel = super().gradients_travel(is_last=is_last) if self.is_sharded else nullcontext()
-        if self._reducer is not None:
-            self._reducer.is_waiting = is_last
         with travel:
             yield
         for gradient in self._kept_whole():
@@ -101,37 +98,25 @@ class TracedParallel(Parallel):
                     yield gradient
 
 
-class _Reducer:
-    """DDP's buckets and what it does with a gradient, with gradient_as_bucket_view."""
+def _gradients_in_buckets(model: nn.Module) -> list[Tensor]:
+    """DDP's buckets, of which the gradients are views from now on."""
+    buckets: list[Tensor] = []
+    limit = FIRST_BUCKET_BYTES
+    waiting: list[nn.Parameter] = []
+    # In the order in which gradients come, which is about the reverse of the model's.
+    for parameter in reversed(list(model.parameters())):
+        waiting.append(parameter)
+        if sum(p.numel() * p.element_size() for p in waiting) >= limit:
+            buckets.append(_bucket(waiting))
+            waiting, limit = [], BUCKET_BYTES
+    return [*buckets, _bucket(waiting)] if waiting else buckets
 
-    def __init__(self, model: nn.Module):
-        self.is_waiting = True
-        """Gradients of the backward pass that runs travel."""
-        self.buckets: list[Tensor] = []
-        limit = FIRST_BUCKET_BYTES
-        waiting: list[nn.Parameter] = []
-        # From the second step on in the order in which gradients come; that is about the reverse.
-        for parameter in reversed(list(model.parameters())):
-            waiting.append(parameter)
-            if sum(p.numel() * p.element_size() for p in waiting) >= limit:
-                self._add_bucket(waiting)
-                waiting, limit = [], BUCKET_BYTES
-        if waiting:
-            self._add_bucket(waiting)
 
-    def _add_bucket(self, parameters: list[nn.Parameter]) -> None:
-        bucket = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-        self.buckets.append(bucket)
-        offset = 0
-        for parameter in parameters:
-            view = bucket[offset : offset + parameter.numel()].view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(partial(self._complete, view))
-            offset += parameter.numel()
-
-    def _complete(self, view: Tensor, parameter: Tensor) -> None:
-        if self.is_waiting:
-            view.copy_(parameter.grad)  # type: ignore[arg-type]
-            parameter.grad = view
+def _bucket(parameters: list[nn.Parameter]) -> Tensor:
+    bucket = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    for parameter, part in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return bucket
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[Any]:

@@ -99,7 +99,8 @@ def take_snapshot(state: TrainState, *, copy: bool = True, ranks: Ranks = ALONE)
     only the first is given the tensors, the others an empty snapshot.
 
     Raises:
-        MemoryError, RuntimeError: they do not fit in host memory. The other ranks do not notice.
+        MemoryError: they do not fit in host memory; the other ranks do not notice.
+        RuntimeError: they could not be gathered; the other ranks may wait.
     """
     own = _whole_tensors(own_tensors(state), copy, ranks.is_first)
     weights, kept = hugging_face_tensors(own, state.model)
@@ -310,7 +311,7 @@ def _whole_tensors(tensors: Mapping[str, Tensor], copy: bool, keep: bool) -> dic
         except (MemoryError, RuntimeError) as error:
             problem = error  # the other ranks wait for this one's parts of the rest
     if problem is not None:
-        raise problem
+        raise MemoryError(str(problem)) from problem
     return kept
 
 

@@ -14,16 +14,14 @@ Several ranks share the folder. In the middle of a training each writes its part
 and removes checkpoints. Their writing threads agree among themselves, over connections of their own.
 """
 
-import hashlib
 import json
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stages.training.checkpoint import (
     CheckpointError,
@@ -38,12 +36,13 @@ from stages.training.checkpoint import (
     write_scalars,
     write_snapshot,
 )
+from stages.training.checksums import CHECKSUMS, PROGRESS, checksums_of, flush, read_checked
 from stages.training.distributed_checkpoint import CANNOT, WritingRanks, as_os_error
 from stages.training.ranks import ALONE, Ranks
 from stages.training.state import TrainState
 
-PROGRESS, CHECKSUMS = "progress.json", "checksums.json"
 _PREFIX = "step-"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,12 @@ class CheckpointStore:
         else:
             try:
                 snapshot = take_snapshot(state, copy=False, ranks=self._ranks)
-            except CANNOT as error:
+            except (OSError, MemoryError) as error:  # a RuntimeError may be a gather that the others wait in
                 self._error = as_os_error(error)
             else:
                 if self._ranks.is_first:
                     self._write(snapshot, progress)
-            self._error, self.written_step = self._ranks.from_first((self._error, self.written_step))
+            self._error, self.written_step = self._from_first((self._error, self.written_step))
         self.training_seconds += time.perf_counter() - started
         if self._lost is not None:
             raise self._lost
@@ -133,9 +132,10 @@ class CheckpointStore:
     def is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Until what `save` began is written, or could not be."""
-        self._join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until what `save` began is written, or could not be; at most `seconds`."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def take_warning(self) -> str | None:
         """What went wrong with the last checkpoint, in words; None when asked again. The first rank tells."""
@@ -210,7 +210,7 @@ class CheckpointStore:
                 progress = read_checked(folder)
         except CheckpointError as error:
             problem = str(error)
-        progress, problem = self._ranks.from_first((progress, problem))
+        progress, problem = self._from_first((progress, problem))
         try:
             if problem is None:
                 reading = read_checkpoint(state, folder)
@@ -218,10 +218,19 @@ class CheckpointStore:
             problem = str(error)
         return progress, reading, problem
 
-    def _share(self, state: TrainState, *, copy: bool) -> Share | OSError:
-        """This rank's part, or why there is none: the others must be told, they would wait for it."""
+    def _meet_writers(self) -> WritingRanks:
+        """Their group can only be made by all ranks together, and on the training thread."""
         if self._writers is None:
             self._writers = WritingRanks(self._ranks)
+        return self._writers
+
+    def _from_first(self, value: T) -> T:
+        """What the first rank found, for which the others wait as long as its disk takes."""
+        return self._meet_writers().from_first(value) if self._ranks.has_others else value
+
+    def _share(self, state: TrainState, *, copy: bool) -> Share | OSError:
+        """This rank's part, or why there is none: the others must be told, they would wait for it."""
+        self._meet_writers()
         try:
             return take_share(state, self._ranks, copy=copy)
         except CANNOT as error:
@@ -299,53 +308,12 @@ class CheckpointStore:
         """Give a checkpoint its name, once all of it is on the disk."""
         place = self._place(step)
         (half / PROGRESS).write_text(json.dumps(progress))
-        (half / CHECKSUMS).write_text(json.dumps(_checksums(half), indent=1) + "\n")
+        (half / CHECKSUMS).write_text(json.dumps(checksums_of(half), indent=1) + "\n")
         for file in half.iterdir():
-            _flush(file)
-        _flush(half)
+            flush(file)
+        flush(half)
         if place.exists():
             self.remove([place])  # of an earlier try at this step, and so the same
         half.rename(place)
-        _flush(self.folder)
+        flush(self.folder)
         self.written_step = step
-
-
-def read_checked(folder: Path) -> dict[str, Any]:
-    """The progress kept beside a checkpoint, once every file is known to be as it was written.
-
-    Raises:
-        CheckpointError: a file is missing, cut short or changed; it is named.
-    """
-    path = folder / CHECKSUMS
-    try:
-        expected = json.loads(path.read_bytes())
-        if not isinstance(expected, dict) or {*expected, CHECKSUMS} != {
-            file.name for file in folder.iterdir()
-        }:
-            raise ValueError("it does not list the files that are there")
-        for name, facts in expected.items():
-            if _digest(folder / name) != facts:
-                raise CheckpointError(f"{folder / name} is not as it was written: the file is damaged")
-        progress = json.loads((folder / PROGRESS).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from None
-    assert isinstance(progress, dict), "the checksum says that it is what was written"
-    return progress
-
-
-def _checksums(folder: Path) -> dict[str, dict[str, int | str]]:
-    return {file.name: _digest(file) for file in sorted(folder.iterdir())}
-
-
-def _digest(file: Path) -> dict[str, int | str]:
-    with file.open("rb") as opened:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk and not only in its cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,10 @@ def apply_compile(model: Llama, variant: VariantParams) -> None:
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if variant.compile != "off":
         use_deterministic_compiler(model.device)
+        import torch._dynamo
+
+        # DDP would have graphs cut where a bucket is full. Blocks are small graphs as it is.
+        torch._dynamo.config.optimize_ddp = variant.compile == "model"  # type: ignore[assignment]
     if variant.compile == "blocks":
         for block in model.blocks:
             if variant.parallelism == "ddp":

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,9 @@ def share_of_rank(tensors: Mapping[str, Tensor], ranks: Ranks, *, copy: bool) ->
     return share
 
 
+T = TypeVar("T")
+
+
 class WritingRanks:
     """The threads that write for the ranks, one of each, over connections of their own.
 
@@ -122,6 +125,12 @@ class WritingRanks:
     def __init__(self, ranks: Ranks):
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._count = ranks.count
+
+    def from_first(self, value: T) -> T:
+        """The first rank's value."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     @contextlib.contextmanager
     def all_can(self) -> Iterator[None]:

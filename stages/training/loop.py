@@ -18,12 +18,12 @@ from stages.data.sequences import MicroBatch, PackedSequences, PaddedSequences
 from stages.measure.compilation import CompileWatch
 from stages.measure.peak_memory import PeakMemory, highest, measure_peak
 from stages.measure.throughput import StepTimer
-from stages.params import Params
+from stages.params import Params, VariantParams
 from stages.training.bad_steps import check_numbers
 from stages.training.parallel import Parallel
 from stages.training.precision import PrecisionPolicy
 from stages.training.state import TrainState
-from stages.training.step import StepOutcome, StepStopped, train_step
+from stages.training.step import StepOutcome, StepStopped, forward_backward, train_step
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ def training_steps(
         return [(rows, _to_device(sequences.micro_batch(rows), device)) for rows in indices]
 
     timer.start(time.perf_counter(), state.step)
+    if parallel.keeps_gradients and state.step < training.num_steps:
+        _settle_buckets(state, batch_of_step(state.step)[0][1], variant, policy, parallel)
     while state.step < training.num_steps:
         micro_batches = [batch for _, batch in batch_of_step(state.step)]
         rate = state.schedule.learning_rate.clone()
@@ -130,6 +132,26 @@ def training_steps(
             state.loss_since_row.zero_()
             state.losses_since_row.zero_()
         yield row
+
+
+def _settle_buckets(
+    state: TrainState,
+    batch: MicroBatch,
+    variant: VariantParams,
+    policy: PrecisionPolicy,
+    parallel: Parallel,
+) -> None:
+    """Two backward passes for nothing, before the first step of a start.
+
+    DDP orders its buckets by what the first one shows, and the second makes gradients views of them. So three
+    ranks or more add up in the same order after a restart as in a run that was never stopped, and the first
+    step needs no more memory than any other.
+    """
+    blocked = torch.ones((), dtype=torch.bool, device=state.model.device)
+    for are_views in (False, True):
+        with parallel.gradients_travel(is_last=True):
+            forward_backward(state, batch, max(batch.target_tokens, 1), variant, policy, blocked, parallel)
+        state.optimizer.zero_grad(set_to_none=not are_views)
 
 
 def _measured(

@@ -83,7 +83,7 @@ class Parallel:
         self.is_sharded = is_sharded(variant)
         self._ddp: DistributedDataParallel | None = None
         if ranks.has_others and not self.is_sharded:
-            # Gradients are views of what travels: no second copy of them.
+            # Gradients become views of what travels: no second copy of them.
             self._ddp = DistributedDataParallel(
                 model, forward_sync_buffers=False, gradient_as_bucket_view=True
             )
@@ -92,6 +92,16 @@ class Parallel:
     def forward(self, input_ids_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Hidden states [B, S, D] of this rank's micro-batch."""
         return (self._ddp or self._model)(input_ids_BS, cu_seqlens)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are DDP's buckets, which stay. Given up, an accumulation window would make others
+        beside them."""
+        return self._ddp is not None
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step: give the gradients back, or zero what stays."""
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
     @contextlib.contextmanager
     def gradients_travel(self, *, is_last: bool) -> Iterator[None]:

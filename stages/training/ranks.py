@@ -1,7 +1,7 @@
 """The processes that train one model together: which of them this is, and how they agree.
 
 One process, a rank, drives one device; torchrun tells each by environment variables which it is. Tensors on a
-GPU travel by NCCL, those on the host by gloo, so that agreeing on a number never waits for the device.
+GPU travel by NCCL, those on the host and Python's objects by gloo: agreeing never waits for the device.
 """
 
 import os
@@ -58,7 +58,7 @@ class Ranks:
         if not self.has_others:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=_host_group())
+        dist.all_gather_object(values, value)
         return values
 
     def from_first(self, value: T) -> T:
@@ -66,19 +66,13 @@ class Ranks:
         if not self.has_others:
             return value
         values: list[Any] = [value if self.is_first else None]
-        dist.broadcast_object_list(values, src=0, group=_host_group())
+        dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor`, on whatever device it is, by its sum over the ranks; the same bits on each."""
         if self.has_others:
             dist.all_reduce(tensor)
-        return tensor
-
-    def max_(self, tensor: Tensor) -> Tensor:
-        """As `sum_`, the largest."""
-        if self.has_others:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
 
@@ -118,8 +112,6 @@ def join_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float) -> No
 
 def leave_ranks() -> None:
     """The end of what `join_ranks` began; nothing where it did not."""
-    global _gloo
-    _gloo = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -136,19 +128,6 @@ def _store_of_this_start(ranks: Ranks, timeout: timedelta) -> dist.Store:
     is_one_machine = ranks.local_count == ranks.count
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "0"
     return dist.PrefixStore(f"start-{restarts}", store)
-
-
-_gloo: dist.ProcessGroup | None = None
-
-
-def _host_group() -> dist.ProcessGroup | None:
-    """For objects: with NCCL's backend as the default they would travel over the device."""
-    global _gloo
-    if dist.get_backend() == "gloo":
-        return None
-    if _gloo is None:
-        _gloo = dist.new_group(backend="gloo")
-    return _gloo
 
 
 def _threads(ranks: Ranks) -> int:

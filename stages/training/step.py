@@ -91,11 +91,9 @@ def train_step(
     if isinstance(optimizer, OptimizerInBackward):
         grad_norm = optimizer.grad_norm()  # the gradients are used and gone
     else:
-        # The norm that is clipped must be that of the true gradients, so the scale comes off first.
+        # The norm that is clipped must be that of the true gradients, so the scale comes off first. Where
+        # they are cut up, an overflow in one rank's part is one in all (DTensor's dispatcher sees to it).
         scaler.unscale_(optimizer)
-        if parallel.is_sharded and scaler.is_enabled():
-            for overflow in scaler._found_inf_per_device(optimizer).values():
-                parallel.ranks.max_(overflow)  # seen in one rank's part, it is in the gradient of all
         grad_norm = _clip_gradients(model, training.max_grad_norm, parallel).to(loss.device)
     is_number = torch.isfinite(loss)
     # The host with parallelism fsdp_cpu_offload: there the optimizer steps.
@@ -109,7 +107,7 @@ def train_step(
         skipped = ~(is_number & torch.isfinite(grad_norm)) | blocked
         if not isinstance(optimizer, OptimizerInBackward):
             step_unless(optimizer, skipped.to(weights_device))
-    optimizer.zero_grad(set_to_none=True)
+    parallel.drop_gradients(optimizer)
     state.schedule.advance(skipped.to(weights_device))
     state.skipped_steps += skipped
     state.skipped_in_a_row.copy_((state.skipped_in_a_row + 1) * skipped)

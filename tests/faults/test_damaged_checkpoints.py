@@ -24,7 +24,8 @@ from stages.training.checkpoint import (
     load_weights,
     take_snapshot,
 )
-from stages.training.checkpoint_store import CHECKSUMS, PROGRESS, CheckpointStore
+from stages.training.checkpoint_store import CheckpointStore
+from stages.training.checksums import CHECKSUMS, PROGRESS
 from stages.training.state import TrainState, initial_state
 from tests.training.small_run import CPU, small_params, small_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.training.checkpoint_store import read_checked
+from stages.training.checksums import read_checked
 from tests.faults.killed_pipeline import result_hashes
 from tests.faults.own_mounts import NoMountsError, OwnMounts, own_mounts
 from tests.faults.stage_process import StageProcess, results

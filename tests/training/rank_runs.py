@@ -79,6 +79,8 @@ def _curve(folder: Path, case: Case, ranks: Ranks, device: torch.device) -> list
     params = small_params(case.techniques, **{"log_every_steps": 1, "ranks": ranks.count} | case.training)
     variant = params.variants["v"]
     state, policy = initial_state(params, "v", device, ranks)
+    if state.scaler.is_enabled():  # the first steps overflow, and all ranks must agree on it
+        state.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**26)
     apply_recompute(state.model, variant)
     apply_compile(state.model, variant)
     training = params.training

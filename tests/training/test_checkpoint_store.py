@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stages.training.checkpoint import MODEL, STATE, CheckpointError, Snapshot
-from stages.training.checkpoint_store import CHECKSUMS, PROGRESS, CheckpointStore, read_checked
+from stages.training.checkpoint_store import CheckpointStore
+from stages.training.checksums import CHECKSUMS, PROGRESS, read_checked
 from tests.training.small_run import SmallRun, bit_equal, small_params, small_run
 
 

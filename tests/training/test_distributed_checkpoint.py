@@ -21,7 +21,8 @@ from stages.measure.throughput import StepTimer
 from stages.training import checkpoint_store, distributed_checkpoint
 from stages.training.checkpoint import MODEL, OPTIMIZER, RNG, STATE, CheckpointError, load_checkpoint
 from stages.training.checkpoint import save_checkpoint as save_alone
-from stages.training.checkpoint_store import CHECKSUMS, PROGRESS, CheckpointStore, read_checked
+from stages.training.checkpoint_store import CheckpointStore
+from stages.training.checksums import CHECKSUMS, PROGRESS, checksums_of, read_checked
 from stages.training.loop import Measurements, training_steps
 from stages.training.parallel import Parallel
 from stages.training.ranks import ALONE, Ranks
@@ -303,7 +304,7 @@ def _payload_folder(source: Path, folder: Path, files: dict[str, bytes]) -> Chec
     for name, content in files.items():
         (place / name).write_bytes(content)
     (place / CHECKSUMS).unlink()
-    (place / CHECKSUMS).write_text(json.dumps(checkpoint_store._checksums(place)))
+    (place / CHECKSUMS).write_text(json.dumps(checksums_of(place)))
     read_checked(place)
     return CheckpointStore(folder, 2)
 

@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from stages.training.ranks import RanksError, ranks_of_environment
-from tests.training.rank_runs import Case, curves
+from stages.data.sequences import make_sequences
+from stages.data.token_files import TokenFile
+from stages.measure.compilation import CompileWatch
+from stages.measure.throughput import StepTimer
+from stages.training.checkpoint import MODEL, load_checkpoint, save_checkpoint
+from stages.training.loop import Measurements, training_steps
+from stages.training.parallel import Parallel
+from stages.training.ranks import Ranks, RanksError, ranks_of_environment
+from stages.training.state import initial_state
+from tests.training.rank_runs import Case, curves, start_ranks
+from tests.training.small_run import CPU, small_params, token_file
 
 # Batches of documents of 3 to 40 tokens: every rank has another number of targets, and at an epoch's end some
 # have none at all.
@@ -27,6 +36,11 @@ CASES = {
         {"model": {"tie_word_embeddings": True}},
     ),
     "fsdp offloaded": Case({"micro_batch_size": 2, "parallelism": "fsdp_cpu_offload"}),
+    "ddp, compiled": Case({"micro_batch_size": 2, "compile": "blocks"}),
+    "fsdp, compiled": Case(
+        {"micro_batch_size": 2, "parallelism": "fsdp", "compile": "blocks", "recompute": "every_block"}
+    ),
+    "ddp, fp16": Case({"micro_batch_size": 1, "precision": "amp_fp16"}),
     "fsdp, fp16": Case({"micro_batch_size": 1, "parallelism": "fsdp", "precision": "amp_fp16"}),
 }
 
@@ -34,6 +48,7 @@ CASES = {
 def alone(case: Case) -> Case:
     """The same on one rank, with all the techniques that must not matter."""
     techniques = case.techniques | {"parallelism": "ddp", "micro_batch_size": 8, "recompute": "none"}
+    techniques |= {"compile": "off"}
     return Case(techniques, case.training)
 
 
@@ -64,6 +79,42 @@ def test_the_curve_does_not_depend_on_the_number_of_ranks(
         for (_, loss, norm), (_, expected_loss, expected_norm) in zip(found, expected, strict=True):
             assert loss == pytest.approx(expected_loss, rel=tolerance), name
             assert norm == pytest.approx(expected_norm, rel=5 * tolerance), name
+
+
+@pytest.mark.slow
+def test_three_ranks_that_were_stopped_end_in_the_same_bits(tmp_path: Path) -> None:
+    """More than two add up in an order that follows from DDP's buckets, of which this model has several."""
+    token_file(tmp_path)
+    start_ranks(_stop_and_go_on, 3, tmp_path)
+    assert (tmp_path / "same").read_text() == "True"
+
+
+def _stop_and_go_on(ranks: Ranks, folder: Path) -> None:
+    model = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
+    training = {"global_batch_size": 12, "token_budget": 6 * 12 * 16, "model": model}
+    params = small_params({"micro_batch_size": 2}, ranks=3, **training)
+
+    def run(steps: int, start: Path | None, end: Path) -> None:
+        state, policy = initial_state(params, "v", CPU, ranks)
+        if start is not None:
+            load_checkpoint(state, start)
+        parallel = Parallel(state.model, params.variants["v"], ranks)
+        sequences = make_sequences(TokenFile.open(folder / "train.safetensors"), "packed", 16)
+        measured = Measurements(StepTimer(), CompileWatch(enabled=False))
+        for _ in training_steps(state, sequences, params, "v", policy, measured, parallel=parallel):
+            if state.step == steps:
+                break
+        end.mkdir()
+        save_checkpoint(state, end)
+
+    mine = folder / str(ranks.rank)
+    mine.mkdir()
+    run(6, None, mine / "whole")
+    run(3, None, mine / "stopped")
+    run(6, mine / "stopped", mine / "gone_on")
+    same = [(mine / name / MODEL).read_bytes() for name in ("whole", "gone_on")]
+    if ranks.is_first:
+        (folder / "same").write_text(str(same[0] == same[1]))
 
 
 def test_a_process_without_torchrun_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
