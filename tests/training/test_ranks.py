@@ -1,5 +1,6 @@
 """One training by 1, 2 and 4 ranks is one training: the same tokens, losses and gradients."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def alone(case: Case) -> Case:
     """The same on one rank, with all the techniques that must not matter."""
     techniques = case.techniques | {"parallelism": "ddp", "micro_batch_size": 8, "recompute": "none"}
     techniques |= {"compile": "off"}
+    if case.techniques.get("precision") == "amp_fp16":
+        # A sum over more tokens overflows at a smaller scale.
+        techniques |= {"micro_batch_size": case.techniques["micro_batch_size"]}
     return Case(techniques, case.training)
 
 
@@ -76,9 +80,11 @@ def test_the_curve_does_not_depend_on_the_number_of_ranks(
         assert len(found) == 20
         assert [row[0] for row in found] == [row[0] for row in expected], name
         tolerance = tolerance_of(CASES[name])
+        overflows = sum(not math.isfinite(row[2]) for row in found)
+        assert (overflows > 0) == (CASES[name].techniques.get("precision") == "amp_fp16"), name
         for (_, loss, norm), (_, expected_loss, expected_norm) in zip(found, expected, strict=True):
             assert loss == pytest.approx(expected_loss, rel=tolerance), name
-            assert norm == pytest.approx(expected_norm, rel=5 * tolerance), name
+            assert norm == pytest.approx(expected_norm, rel=5 * tolerance, nan_ok=True), name
 
 
 @pytest.mark.slow
