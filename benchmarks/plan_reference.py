@@ -12,7 +12,8 @@ from typing import Any
 
 from stages.measure.units import readable_bytes
 from stages.memory import predict
-from stages.memory.fit import Predictions, fit_variant, forecast_of, largest_micro_batch, recipe_words
+from stages.memory.candidates import recipe_words
+from stages.memory.fit import Predictions, fit_variant, forecast_of, largest_micro_batch
 from stages.memory.machine import machine_of
 from stages.params import ModelParams, Params, TrainingParams, VariantParams, load_params
 from stages.params.section import divisors

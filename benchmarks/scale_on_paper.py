@@ -15,7 +15,8 @@ from stages.measure.flops import parameter_count
 from stages.measure.forecast import Forecast, forecast
 from stages.measure.targets import TARGETS, Target
 from stages.measure.units import readable_bytes
-from stages.memory.fit import Predictions, candidates_of, largest_micro_batch
+from stages.memory.candidates import candidates_of
+from stages.memory.fit import Predictions, largest_micro_batch
 from stages.memory.machine import machine_of
 from stages.memory.prediction import MemoryPrediction
 from stages.params import Params, VariantParams, check_params

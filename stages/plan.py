@@ -21,15 +21,8 @@ from stages.measure.flops import model_flops_per_token, parameter_count
 from stages.measure.forecast import no_forecast_reason
 from stages.measure.targets import TargetError, find_target
 from stages.measure.units import readable_bytes
-from stages.memory.fit import (
-    Considered,
-    FitError,
-    Predictions,
-    candidates_of,
-    fit_variant,
-    forecast_of,
-    largest_micro_batch,
-)
+from stages.memory.candidates import candidates_of
+from stages.memory.fit import Considered, FitError, Predictions, fit_variant, forecast_of, largest_micro_batch
 from stages.memory.machine import machine_of, unsupported
 from stages.memory.make_up import CATEGORIES, Timeline
 from stages.memory.prediction import MemoryPrediction

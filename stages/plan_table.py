@@ -3,15 +3,8 @@
 from rich.table import Table
 
 from stages.measure.units import readable_bytes
-from stages.memory.fit import (
-    FitError,
-    Predictions,
-    candidates_of,
-    fit_variant,
-    forecast_of,
-    largest_micro_batch,
-    recipe_words,
-)
+from stages.memory.candidates import candidates_of, recipe_words
+from stages.memory.fit import FitError, Predictions, fit_variant, forecast_of, largest_micro_batch
 from stages.memory.leaner_recipes import change_that_fits
 from stages.memory.machine import unsupported
 from stages.params import VariantParams, VariantToPlan

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from stages.memory import predict
-from stages.memory.fit import Predictions, candidates_of, largest_micro_batch
+from stages.memory.candidates import candidates_of
+from stages.memory.fit import Predictions, largest_micro_batch
 from stages.params import Params, VariantParams
 
 DeviceType = Literal["auto", "cuda", "cpu"]

@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from stages.measure.forecast import forecast
 from stages.measure.targets import TARGETS
-from stages.memory.fit import (
-    ESTIMATE_MARGIN,
-    FitError,
-    Predictions,
-    candidates_of,
-    fit_variant,
-    largest_micro_batch,
-    recipe_words,
-)
+from stages.memory.candidates import candidates_of, recipe_words
+from stages.memory.fit import ESTIMATE_MARGIN, FitError, Predictions, fit_variant, largest_micro_batch
 from stages.memory.leaner_recipes import change_that_fits
 from stages.memory.machine import machine_of, unsupported
 from stages.params import HardwareParams, Params, VariantParams, check_params
