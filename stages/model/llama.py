@@ -9,9 +9,9 @@ E channels of a head, F intermediate size, V vocabulary.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from stages.model.attention import causal_attention
+from stages.model.elementwise import RMSNorm, rotary_heads, swiglu
 from stages.params import ModelParams
 
 
@@ -31,12 +31,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         B, S, _ = x_BSD.shape
-        qkv = self.qkv_proj(x_BSD).view(B, S, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_BSHE, k_BSKE, v_BSKE = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        q_BSHE = rotate(q_BSHE, cos_SE, sin_SE)
-        k_BSKE = rotate(k_BSKE, cos_SE, sin_SE)
-        # Attention saves q, k and v for its backward. As a view v would keep all of qkv alive.
-        v_BSKE = v_BSKE.contiguous()
+        qkv_BSNE = self.qkv_proj(x_BSD).view(B, S, -1, self.head_dim)
+        q_BSHE, k_BSKE, v_BSKE = rotary_heads(qkv_BSNE, cos_SE, sin_SE, self.num_heads, self.num_kv_heads)
         out_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE, cu_seqlens)
         return self.o_proj(out_BSHE.reshape(B, S, -1))
 
@@ -50,8 +46,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(params.intermediate_size, params.hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        gate_BSF, up_BSF = self.gate_up_proj(x_BSD).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate_BSF) * up_BSF)
+        return self.down_proj(swiglu(self.gate_up_proj(x_BSD)))
 
 
 class Block(nn.Module):
@@ -59,9 +54,9 @@ class Block(nn.Module):
 
     def __init__(self, params: ModelParams):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(params.hidden_size, eps=params.rms_norm_eps)
+        self.input_layernorm = RMSNorm(params.hidden_size, eps=params.rms_norm_eps)
         self.self_attn = Attention(params)
-        self.post_attention_layernorm = nn.RMSNorm(params.hidden_size, eps=params.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(params.hidden_size, eps=params.rms_norm_eps)
         self.mlp = FeedForward(params)
 
     def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -85,7 +80,7 @@ class Llama(nn.Module):
         self.vocab_size = vocab_size
         self.embed_tokens = nn.Embedding(vocab_size, params.hidden_size)
         self.layers = nn.ModuleList(Block(params) for _ in range(params.num_hidden_layers))
-        self.norm = nn.RMSNorm(params.hidden_size, eps=params.rms_norm_eps)
+        self.norm = RMSNorm(params.hidden_size, eps=params.rms_norm_eps)
         self.lm_head = nn.Linear(params.hidden_size, vocab_size, bias=False)
         if params.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -143,18 +138,16 @@ class Llama(nn.Module):
 
 
 def rotary_tables(params: ModelParams) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_position_embeddings, E / 2] of the rotary embedding (Su et al. 2021)."""
+    """Cosines and sines [max_position_embeddings, E] of the rotary embedding (Su et al. 2021).
+
+    Channel i turns together with channel i + E/2 (Hugging Face's pairing): x cos + swap(x) sin, where swap
+    exchanges the halves and sines of the first half are negative.
+    """
     exponent = torch.arange(0, params.head_dim, 2, dtype=torch.float32) / params.head_dim
     frequencies = 1.0 / params.rope_theta**exponent
     angles = torch.outer(torch.arange(params.max_position_embeddings, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Turn channel i together with channel i + E/2 by its position's angle (Hugging Face's pairing)."""
-    first, second = x_BSHE.chunk(2, dim=-1)
-    cos, sin = cos_SE[:, None, :], sin_SE[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
