@@ -242,7 +242,7 @@ class _Work:
         queries_and_keys = hidden + model.num_key_value_heads * model.head_dim
         norms = 2 * hidden * (stored + (stored + 4 + computed if self.is_mixed else stored))
         residuals = 2 * hidden * (2 * stored + computed)
-        rotary = 10 * queries_and_keys * computed
+        rotary = 8 * queries_and_keys * computed
         swiglu = 5 * feed_forward * computed
         fused = 0.5 if self.variant.compile != "off" else 1.0
         forward = fused * (norms + rotary + swiglu) + residuals
@@ -269,7 +269,7 @@ class _Work:
         if self.variant.loss == "chunked":
             chunk = min(chunk, self.variant.loss_chunk_tokens)
         softmax_blocks = math.ceil(chunk * self.vocab_size / SOFTMAX_ELEMENTS["cuda"])
-        head_pieces = math.ceil(self.vocab_size * self.model.hidden_size / HEAD_ELEMENTS)
+        head_pieces = math.ceil(self.vocab_size * self.model.hidden_size / HEAD_ELEMENTS["cuda"])
         per_chunk = 10 + 18 * softmax_blocks + 2 * head_pieces
         return self.model.num_hidden_layers * per_block + math.ceil(self.tokens / chunk) * per_chunk
 

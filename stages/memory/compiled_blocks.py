@@ -10,7 +10,8 @@ The blocks alone are treated so, whether `compile` says `blocks` or `model`.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -57,8 +58,20 @@ def compile_blocks(
         parameters = list(block.parameters())
         if recomputed not in kinds:
             kinds[recomputed] = _compiled(original, variant if recomputed else None, tracker)
-            kinds[recomputed](parameters, *example)  # is traced and compiled at its first call
+            with _is_compiling():
+                kinds[recomputed](parameters, *example)  # is traced and compiled at its first call
         block.forward = partial(kinds[recomputed], parameters)
+
+
+@contextmanager
+def _is_compiling() -> Iterator[None]:
+    """The model takes the formulas that it gives the compiler (stages/model/elementwise.py)."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _compiled(original: _Original, variant: VariantParams | None, tracker: StorageTracker) -> _Forward:

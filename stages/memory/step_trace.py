@@ -35,6 +35,7 @@ from stages.memory.traced_ranks import (
     shapes_unseen,
     weights_on_host,
 )
+from stages.model.elementwise import RMSNorm
 from stages.model.llama import Attention, FeedForward
 from stages.params import ModelParams, Params, TokenizerParams, TrainingParams, VariantParams
 from stages.training.fp8 import apply_fp8
@@ -54,7 +55,7 @@ _CPU = torch.device("cpu")
 _PLACES = {
     Attention: "attention",
     FeedForward: "feed-forward",
-    nn.RMSNorm: "norms",
+    RMSNorm: "norms",
     nn.Embedding: "embedding",
 }
 
@@ -200,9 +201,7 @@ def _example(params: Params, policy: PrecisionPolicy) -> tuple[Tensor | None, ..
     model, batch = params.model, _micro_batches(params)[0][0]
     rows, positions = batch.input_ids_BS.shape
     x = torch.empty(rows, positions, model.hidden_size, dtype=policy.weights_dtype, requires_grad=True)
-    tables = torch.empty(
-        2, positions, model.head_dim // 2, dtype=policy.autocast_dtype or policy.weights_dtype
-    )
+    tables = torch.empty(2, positions, model.head_dim, dtype=policy.autocast_dtype or policy.weights_dtype)
     return x, *tables.unbind(), batch.cu_seqlens
 
 

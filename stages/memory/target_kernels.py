@@ -2,7 +2,7 @@
 
 A fake CUDA tensor cannot run backward where CUDA is not linked in, so the tensors of the trace say that they
 are on a CPU, whatever the target. What a step keeps differs between the two in few places, and each is put
-right here: attention, RMSNorm, the piece that LowPrecisionAdamW and the loss take at a time, and the bytes
+right here: attention, RMSNorm, the pieces that LowPrecisionAdamW and the loss take at a time, and the bytes
 that a kernel holds inside, which no operator's result shows (`workspace_bytes`).
 
 Autocast needs nothing. CUDA's list of fp32 operators is longer than the CPU's (ATen/autocast_mode.h), but of
@@ -37,7 +37,6 @@ def kernels_of(target: Target, compute_capability: tuple[int, int]) -> Iterator[
 
     For the whole process, so nothing real may be trained meanwhile.
     """
-    piece_elements, softmax_elements = low_precision_adamw._PIECE_ELEMENTS, loss.SOFTMAX_ELEMENTS
     replaced: list[tuple[Any, str, Any]] = [
         # A fake parameter cannot be swapped for another one, and is on the right device already.
         (Llama, "to", lambda model, device: model),
@@ -57,8 +56,14 @@ def kernels_of(target: Target, compute_capability: tuple[int, int]) -> Iterator[
 
         replaced += [
             (llama, "causal_attention", causal_attention),
-            (low_precision_adamw, "_PIECE_ELEMENTS", piece_elements | {"cpu": piece_elements["cuda"]}),
-            (loss, "SOFTMAX_ELEMENTS", softmax_elements | {"cpu": softmax_elements["cuda"]}),
+            *(
+                (owner, name, getattr(owner, name) | {"cpu": getattr(owner, name)["cuda"]})
+                for owner, name in (
+                    (low_precision_adamw, "_PIECE_ELEMENTS"),
+                    (loss, "SOFTMAX_ELEMENTS"),
+                    (loss, "HEAD_ELEMENTS"),
+                )
+            ),
         ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

@@ -187,8 +187,7 @@ def _document_attention_backward_cpu(
     for rows, positions in _pieces(cu_seqlens, q.shape[1]):
         at = (slice(*rows), slice(*positions))
         piece_grads = _flash_backward_cpu(
-            *(tensor[at] for tensor in (grad_out, q, k, v, out)),
-            logsumexp[at].transpose(1, 2).contiguous(),
+            grad_out[at], q[at], k[at], v[at], out[at], logsumexp[at].transpose(1, 2).contiguous()
         )
         for grad, piece in zip(grads, piece_grads, strict=True):
             grad[at] = piece

@@ -7,7 +7,7 @@ the backward pass, and a gradient of a slice is first a tensor of zeros. By hand
 | | kept for backward, beside the input | passes that are left |
 | --- | --- | --- |
 | RMSNorm | 1 / rms, one number a row | 3 forward, 6 backward |
-| rotary positions of q and k | nothing, the input neither | 3 and 3, straight into the gradient of q, k and v |
+| rotary positions of q, k | nothing, not the input | 3 and 3, straight into the gradient of q, k and v |
 | SwiGLU | nothing: silu(gate) is computed again | 2 and 4, straight into the gradient of gate and up |
 
 A compiler fuses the plain formulas into fewer passes still, so it is given those. CUDA has a fused RMSNorm.
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), in fp32 or wider."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich 2019)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda or torch.compiler.is_compiling():

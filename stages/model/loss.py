@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 IGNORE_INDEX = -100
 
-SOFTMAX_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
-"""Logits whose softmax is done at one time, by device: 4 MiB of fp32 stay in a CPU's cache; 64 MiB keep a
+SOFTMAX_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+"""Logits whose softmax is done at one time, by device: 2 MiB of fp32 stay in a CPU's cache; 64 MiB keep a
 GPU busy, and most of them stay in its cache."""
-HEAD_ELEMENTS = 2**22
+HEAD_ELEMENTS = {"cpu": 2**21, "cuda": 2**22}
 """Of the head's gradient, made at one time in the type of the products before it is added up in fp32."""
 
 
@@ -140,7 +140,7 @@ def _to_gradient(logits_TV: Tensor, targets_T: Tensor, expected_grad: Tensor) ->
 def _add_product(sum_VD: Tensor, gradient_TV: Tensor, hidden_TD: Tensor, *, is_first: bool) -> None:
     """sum += gradient^T hidden, or = where it is the first, without a second tensor of that size."""
     # Whole multiples of 64: tensor cores want every piece to begin at a multiple of 16 bytes.
-    rows = max(HEAD_ELEMENTS // sum_VD.shape[1] // 64, 1) * 64
+    rows = max(HEAD_ELEMENTS[sum_VD.device.type] // sum_VD.shape[1] // 64, 1) * 64
     for part_VD, gradient in zip(sum_VD.split(rows), gradient_TV.split(rows, dim=1), strict=True):
         product = gradient.T @ hidden_TD
         if is_first:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.measure.peak_memory import measure_peak
+from stages.model import attention
 from stages.model.attention import causal_attention
 from tests.model.small_llama import relative_error
 
@@ -148,3 +149,32 @@ def test_the_mask_of_the_oracle() -> None:
     out = exact_attention(zeros, zeros, v, torch.tensor([0, 2, 6]))
     assert [round(float(x), 4) for x in out[0, :, 0, 0]] == [1.0, 0.5, 0, 0, 0, 0]
     assert all(itertools.starmap(float.__eq__, zip([0.0, 0.5], out[0, :2, 0, 1].tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_gradients_in_16_bits_are_no_further_from_the_truth_than_the_kernels_own(
+    dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU heads of few channels go backward in fp32 (attention.py)."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 48, heads, 32, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
+    cu_seqlens = torch.tensor([0, 20, 48, 96], dtype=torch.int32) if packed else None
+
+    def gradients(*operands: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [operand.detach().requires_grad_() for operand in operands]
+        out = causal_attention(*leaves, cu_seqlens)
+        assert out.dtype is operands[0].dtype
+        return list(torch.autograd.grad(out, leaves, grad.to(out.dtype)))
+
+    def errors(found: list[torch.Tensor]) -> list[float]:
+        return [relative_error(one.double(), other) for one, other in zip(found, truth, strict=True)]
+
+    truth = gradients(q.double(), k.double(), v.double())
+    wide = gradients(q, k, v)
+    monkeypatch.setattr(attention, "WIDE_BACKWARD_CHANNELS", 0)
+    narrow = gradients(q, k, v)
+    assert [one.dtype for one in wide] == [dtype] * 3
+    assert any(not torch.equal(one, other) for one, other in zip(wide, narrow, strict=True))
+    for of_wide, of_narrow in zip(errors(wide), errors(narrow), strict=True):
+        assert of_wide < 1.1 * of_narrow
