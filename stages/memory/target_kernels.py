@@ -89,7 +89,7 @@ def quantization_tables() -> list[Tensor]:
 
 
 def use_cuda_norms(module: nn.Module) -> None:
-    """Give all norms in it CUDA's fused kernel, which keeps x and 1 / rms; a CPU keeps x / rms as well."""
+    """Give all norms in it CUDA's fused kernel, which has less beside what it keeps than a CPU's."""
     for norm in module.modules():
         if isinstance(norm, nn.RMSNorm):
             norm.forward = _fused_norm(norm)  # type: ignore[method-assign]
@@ -232,6 +232,11 @@ def _one_more_input(args: tuple[Any, ...], _: Any) -> int:
     return args[0].numel() * args[0].element_size()
 
 
+def _contiguous_copy(args: tuple[Any, ...], _: Any) -> int:
+    """roll makes its input contiguous first (native/cuda/TensorTransformations.cu)."""
+    return 0 if args[0].is_contiguous() else args[0].numel() * args[0].element_size()
+
+
 _CUDA_WORKSPACES: _Rules = {
     aten._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
     torch.ops.torch_attn._varlen_attn_backward.default: _varlen_flash_backward,
@@ -239,6 +244,7 @@ _CUDA_WORKSPACES: _Rules = {
     aten._efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _sorted_indices,
     aten.logsumexp.default: _one_more_input,
+    aten.roll.default: _contiguous_copy,
 }
 
 
@@ -251,8 +257,11 @@ def _document_forward(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _document_backward(args: tuple[Any, ...], result: Any) -> int:
-    logsumexp = args[5]
+    operands, logsumexp = args[:5], args[5]
     grads = sum(tensor.numel() * tensor.element_size() for tensor in result)
+    if attention._backward_is_wide(operands[1]):
+        # All in the type of the log-sum-exp, fp32.
+        grads = logsumexp.element_size() * sum(tensor.numel() for tensor in (*operands, *result))
     return grads + logsumexp.numel() * logsumexp.element_size()
 
 

@@ -116,6 +116,10 @@ def _document_efficient_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor
     return out.view(B, S, H, E)
 
 
+WIDE_BACKWARD_CHANNELS = 32
+"""Heads of up to so many channels go backward in fp32 on a CPU."""
+
+
 def _backward_is_wide(q: Tensor) -> bool:
     """Whether a CPU's flash backward is run in fp32 on operands of 16 bits.
 
@@ -123,9 +127,6 @@ def _backward_is_wide(q: Tensor) -> bool:
     From 64 channels on the 16-bit kernel is as fast.
     """
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDE_BACKWARD_CHANNELS
-
-
-WIDE_BACKWARD_CHANNELS = 32
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

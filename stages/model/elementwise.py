@@ -8,7 +8,7 @@ the backward pass, and a gradient of a slice is first a tensor of zeros. By hand
 | --- | --- | --- |
 | RMSNorm | 1 / rms, one number a row | 3 forward, 6 backward |
 | rotary positions of q, k | nothing, not the input | 3 and 3, straight into the gradient of q, k and v |
-| SwiGLU | nothing: silu(gate) is computed again | 2 and 4, straight into the gradient of gate and up |
+| SwiGLU | nothing: silu(gate) is computed again | 2 and 5, over gate and up themselves |
 
 A compiler fuses the plain formulas into fewer passes still, so it is given those. CUDA has a fused RMSNorm.
 
@@ -17,6 +17,7 @@ Letters as in llama.py; N: query, key and value heads together.
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -39,6 +40,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * inverse_rms).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, inverse_rms, weight = ctx.saved_tensors
         D = x.shape[-1]
@@ -87,12 +89,13 @@ class _RotaryHeads(torch.autograd.Function):
         return _rotated(q, cos, sin), _rotated(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         cos, sin = ctx.saved_tensors
         B, S, _, E = grads[0].shape
         qkv_grad = grads[0].new_empty(B, S, sum(ctx.sizes), E)
         q, k, v = qkv_grad.split(ctx.sizes, dim=2)
-        for grad, place in zip(grads, (q, k), strict=False):
+        for grad, place in zip(grads[:2], (q, k), strict=True):
             _rotated(grad, cos, sin, backwards=True, out=place)
         v.copy_(grads[2])
         return qkv_grad, None, None, None
@@ -116,7 +119,8 @@ def swiglu(gate_up_BSG: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020) as [B, S, F].
 
     Args:
-        gate_up_BSG: what one projection made, G = 2 F: gate, then up.
+        gate_up_BSG: what one projection made, G = 2 F: gate, then up. Backward writes its gradient over it:
+            nothing else may read it after this.
     """
     if torch.compiler.is_compiling():
         gate_BSF, up_BSF = gate_up_BSG.chunk(2, dim=-1)
@@ -132,11 +136,14 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (gate_up,) = ctx.saved_tensors
+        # Written over gate and up, which nothing else keeps: of a recomputed block the peak is often here. A
+        # second backward finds that they were changed, and autograd refuses it.
+        gate_up = ctx.saved_tensors[0].detach()
         gate, up = gate_up.chunk(2, dim=-1)
-        gate_up_grad = torch.empty_like(gate_up)
-        gate_grad, up_grad = gate_up_grad.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=up_grad)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
-        return gate_up_grad
+        up_grad = F.silu(gate).mul_(grad)
+        up.mul_(grad)
+        torch.ops.aten.silu_backward.grad_input(up, gate, grad_input=gate)
+        up.copy_(up_grad)
+        return gate_up

@@ -71,6 +71,7 @@ def as_measured(params: Any) -> Any:
         Configuration("small", {"precision": "amp_bf16", "recompute": {"every_n_blocks": 2}, **LEAN}),
         Configuration("small", {"recompute": "selective", "micro_batch_size": 2}),
         Configuration("small", {"precision": "bf16", **LEAN}),
+        Configuration("deep", {"precision": "amp_bf16", **LEAN}, 300, 256),
         Configuration("small", {"precision": "amp_bf16", "optimizer": "adamw_8bit", **LEAN}),
         Configuration("small", {"optimizer": "muon"}, sequences="padded", tied=True),
         Configuration("small", {"optimizer_in_backward": True}, 300, 256),
