@@ -196,15 +196,21 @@ def test_recompute_gives_the_same_bits(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "every_block", "selective"])
-def test_a_compiled_block_is_one_graph(policy: str, without_code_generation: None) -> None:
+def test_a_compiled_block_is_one_graph(
+    policy: str, without_code_generation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected_model, model = calm_llama(), calm_llama()
     for each in (expected_model, model):
         apply_fp8(each)
     variant = VariantParams(micro_batch_size=4, recompute=policy, compile="blocks")  # type: ignore[arg-type]
     apply_recompute(model, variant)
     apply_compile(model, variant)
-    assert distance(gradients(model)[1], gradients(expected_model)[1]) < 1e-6
+    found = gradients(model)[1]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # With the formulas that a compiler is given: of 8 bits, what rounds otherwise in its last bit of fp32 may
+    # be another number.
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert distance(found, gradients(expected_model)[1]) < 1e-6
 
 
 @pytest.mark.parametrize(
