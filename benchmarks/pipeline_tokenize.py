@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ def measure_tokenizing(
             )
             for task in tasks:
                 if task == STAGE:
+                    # Or it would find the tokens of the round before, which are whole, and be done.
+                    for made in (checkout.root / "data" / "tokens", checkout.root / ".work" / "tokenize"):
+                        shutil.rmtree(made, ignore_errors=True)
                     done = checkout.python("-m", "stages.tokenize_data", watch_memory=True)
                 else:
                     files = [f"corpus/{name}" for name in parts[:factor]]
