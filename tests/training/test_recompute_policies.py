@@ -138,10 +138,14 @@ def peak_bytes(policy: Any, compile: str = "off", autocast: bool = False) -> int
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "amp_bf16"])
-def test_selective_holds_less_than_none_and_more_than_every_block(autocast: bool) -> None:
+def test_selective_holds_less_than_none_and_more_than_every_block(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     none, selective, blocks = (peak_bytes(p, autocast=autocast) for p in ("none", "selective", "every_block"))
-    assert blocks < 0.8 * selective
-    assert selective < 0.9 * none
+    assert blocks < 0.8 * selective < 0.8 * none
+    # What autograd keeps of the plain formulas; those of elementwise.py keep part of what selective saves.
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert selective < 0.8 * peak_bytes("none", autocast=autocast)
 
 
 def test_budget_saves_less_the_smaller_it_is(without_code_generation: None) -> None:
@@ -156,16 +160,19 @@ def test_budget_saves_less_in_compiled_code_too() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5])
-def test_budget_keeps_gradients(budget: float, without_code_generation: None) -> None:
-    expected = gradients("none", cu_seqlens=DOCUMENTS, micro_batches=1)
+def test_budget_keeps_gradients(
+    budget: float, without_code_generation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = variant({"budget": budget}, "blocks")
     model = small_llama(small_params())
     assert apply_recompute(model, policy) == 2
     apply_compile(model, policy)
     backward(model, cu_seqlens=DOCUMENTS)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    # What is compiled has the plain formulas, which round otherwise than gradients written by hand.
-    assert distance(found, expected) < 3e-6
+    # Of the formulas that a compiler is given: gradients written by hand round otherwise.
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    expected = gradients("none", cu_seqlens=DOCUMENTS, micro_batches=1)
+    assert distance(found, expected) < 1e-6
 
 
 def test_another_policy_takes_the_budget_back() -> None:
