@@ -53,8 +53,10 @@ def measure_peak(device: torch.device, fn: Callable[[], object]) -> PeakMemory:
     On a CPU the step runs under the profiler and is slower: leave it out of the timing. On CUDA it
     is not slowed, but the device is synchronised before and after.
 
-    Two things a CPU figure does not see: what threads of `fn`'s own allocate, other than autograd's;
-    and tensors that only a graph from before `fn` holds, so let `fn` do forward and backward both.
+    Three things a CPU figure does not see: what threads of `fn`'s own allocate, other than autograd's;
+    what gloo's threads release, so that with several ranks a step may show too much (the least of a few
+    is right); and tensors that only a graph from before `fn` holds, so let `fn` do forward and backward
+    both.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

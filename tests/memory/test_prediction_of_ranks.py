@@ -35,7 +35,7 @@ SMALL = REFERENCE.model_copy(update={"num_hidden_layers": 3})
 REFERENCE_TRAINING = TrainingParams(
     sequence_length=512, global_batch_size=64, token_budget=10**9, learning_rate=1e-3
 )
-INSIDE_A_PRODUCT_BYTES = 0.25 * 2**20
+MEASURED_STEPS = 6
 LEAN = {"loss": "chunked", "loss_chunk_tokens": 64}
 
 # (ranks, micro-batches of each, vocabulary, techniques)
@@ -66,6 +66,8 @@ def rank_peaks(rank: int, count: int, port: int, folder: str) -> None:
     """One rank's measured peaks of all configurations of so many ranks, written to the folder."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
+    # What oneDNN packs inside a product differs between processors; test_prediction.py allows for it.
+    torch.backends.mkldnn.set_flags(False)
     ranks = Ranks(rank, count, rank, count)
     join_ranks(ranks, CPU, 5)
     peaks = [_measured(params_of(*case), ranks) for case in MEASURED if case[0] == count]
@@ -86,7 +88,9 @@ def _measured(params: Params, ranks: Ranks) -> int:
         train_step(state, batches, variant, params.training, policy, parallel=parallel)
 
     step()
-    return measure_peak(CPU, step).bytes - before
+    # gloo releases a copy in whichever thread lets it go last, and the profiler does not see what its own
+    # threads release: now and then a step shows too much, up to every second one, and never too little.
+    return min(measure_peak(CPU, step).bytes for _ in range(MEASURED_STEPS)) - before
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +117,7 @@ def test_the_prediction_is_the_peak_of_each_rank(
     number = [other for other in MEASURED if other[0] == case[0]].index(case)
     peaks = [of_rank[number] for of_rank in measured[case[0]]]
     peak = predicted(params_of(*case)).peak_bytes
-    # gloo frees a copy in a thread of its own, which the profiler does not see: a rank may show too much. And
-    # oneDNN packs inside a product, which matters where the peak is not at the logits (test_prediction.py).
-    assert -1024 < min(peaks) - peak < INSIDE_A_PRODUCT_BYTES, (peaks, peak)
+    assert -1024 < min(peaks) - peak < 0.25 * 2**20, (peaks, peak)
 
 
 def test_most_predictions_are_the_peak_byte_for_byte(measured: dict[int, list[list[int]]]) -> None:
