@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from benchmarks.peer_summary import BYTES_PER_PARAMETER, Row, Spread
-from benchmarks.peer_table import Conditions
+from benchmarks.peer_table import Conditions, rounds
 from benchmarks.peer_works import CONTENDERS, TECHNIQUES, TITLES
 from stages.report.figure_frame import png, titles
 from stages.report.style import LIGHT, Theme
@@ -44,7 +44,7 @@ def draw(rows: Sequence[Row], parameters: dict[str, int], page: Conditions, them
         figure,
         theme,
         "Tokens per second and peak memory, side by side",
-        f"{page.device}{cpu}, {page.date}; medians of {page.rounds} rounds, with the lowest and highest; "
+        f"{page.device}{cpu}, {page.date}; medians of {rounds(rows)}, with the lowest and highest; "
         "shaded: weights, gradients and moments",
     )
     top = height - above

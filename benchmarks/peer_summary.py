@@ -62,6 +62,8 @@ class Row:
     loss_difference: float | None = None
     """Largest relative difference of a step's loss from that of the first entry of the table."""
     switches: tuple[str, ...] = ()
+    rounds: int = 0
+    """How many runs the medians are of."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -134,6 +136,7 @@ def _row(
         beyond_ratio=beyond_ratio,
         loss_difference=loss_difference(runs, first),
         switches=tuple(runs.results[0].switches),
+        rounds=len(runs.results),
     )
 
 

@@ -42,14 +42,13 @@ class Conditions:
     torch: str
     commit: str
     date: str
-    rounds: int
     warmup_steps: int
     steps: int
     load: float
     """Of the machine before the first run: processes that wanted a core."""
 
 
-def conditions(machine: Machine, rounds: int, warmup_steps: int, steps: int, load: float) -> Conditions:
+def conditions(machine: Machine, warmup_steps: int, steps: int, load: float) -> Conditions:
     device = describe_device(torch.device(machine.device))
     return Conditions(
         device=device.name,
@@ -59,7 +58,6 @@ def conditions(machine: Machine, rounds: int, warmup_steps: int, steps: int, loa
         torch=torch.__version__,
         commit=_commit(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        rounds=rounds,
         warmup_steps=warmup_steps,
         steps=steps,
         load=load,
@@ -80,7 +78,7 @@ def write_page(
         parameters: of each work that `rows` are about.
         versions: of the contenders' packages, by name.
     """
-    parts = [_head(page, versions), _standing(rows)]
+    parts = [_head(page, rows, versions), _standing(rows)]
     for work in parameters:
         own = [row for row in rows if row.work == work]
         if own:
@@ -89,7 +87,16 @@ def write_page(
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
-def _head(page: Conditions, versions: dict[str, str]) -> str:
+def rounds(rows: Sequence[Row]) -> str:
+    """In words: where hours of runs were cut short, some rows have more than others."""
+    counts = sorted({row.rounds for row in rows if row.rounds})
+    if len(counts) < 2:
+        return f"{counts[0]} round{'s' * (counts[0] > 1)}" if counts else "no round"
+    most = dict.fromkeys(f"{row.work} {row.technique}" for row in rows if row.rounds == counts[-1])
+    return f"{counts[0]} to {counts[-1]} rounds ({counts[-1]}: {', '.join(most)})"
+
+
+def _head(page: Conditions, rows: Sequence[Row], versions: dict[str, str]) -> str:
     cpu = f", {page.threads} threads" if page.kind == "cpu" else ""
     named = ", ".join(f"{name} {number}" for name, number in versions.items())
     name = result_name(page)
@@ -97,7 +104,7 @@ def _head(page: Conditions, versions: dict[str, str]) -> str:
 
 Made by `python -m benchmarks.peers` (`make bench`) on {page.date}, commit {page.commit}.
 {page.device}{cpu}, {page.memory_bytes / 2**30:.0f} GiB; torch {page.torch}, {named}.
-{page.rounds} rounds; {page.steps} counted steps after {page.warmup_steps}, of 4 micro-batches a quarter as
+{rounds(rows)}; {page.steps} counted steps after {page.warmup_steps}, of 4 micro-batches a quarter as
 many; load of the machine before: {page.load:.1f}.
 
 ![tokens/s and peak memory]({name}.png)"""
@@ -244,7 +251,7 @@ def _switches(page: Conditions, rows: Sequence[Row]) -> str:
     if page.kind == "cpu":
         lines += [
             "",
-            "What the peers are given in the environment this project sets for itself, in both columns.",
+            "The environment variables are those that this project sets for itself, in both columns.",
         ]
     return "\n".join(lines) if len(lines) > 2 else ""
 

@@ -116,7 +116,7 @@ def _compare(plan: Plan, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="peers-", dir=folder) as scratch:
         seconds, pythons = options.timeout_minutes * 60, dict(plan.pythons)
         machine = Machine(plan.device, options.threads, setting, pythons, Path(scratch), seconds, SEED)
-        page = conditions(machine, options.rounds, options.warmup_steps, options.steps, os.getloadavg()[0])
+        page = conditions(machine, options.warmup_steps, options.steps, os.getloadavg()[0])
         settings = {"torch": page.torch} | {
             name: getattr(options, name) for name in ("threads", "warmup_steps", "steps")
         }

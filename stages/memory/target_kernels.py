@@ -62,6 +62,8 @@ def kernels_of(target: Target, compute_capability: tuple[int, int]) -> Iterator[
                     (low_precision_adamw, "_PIECE_ELEMENTS"),
                     (loss, "SOFTMAX_ELEMENTS"),
                     (loss, "HEAD_ELEMENTS"),
+                    (loss, "LOGIT_COLUMNS"),
+                    (loss, "BACKWARD_ROWS"),
                 )
             ),
         ]
@@ -283,9 +285,15 @@ def _casts_of_choices(args: tuple[Any, ...], result: Any) -> int:
     return _casts_to_the_common_type(args[1:], result)  # the condition stays what it is
 
 
+# gloo sums a copy of what it is given, and gathers into one (c10d/ProcessGroupGloo.cpp); NCCL needs neither.
+
+
 def _copy_to_sum(args: tuple[Any, ...], _: Any) -> int:
-    """gloo sums a copy of what it is given (c10d/ProcessGroupGloo.cpp); NCCL needs none."""
     return args[1].numel() * args[1].element_size()
+
+
+def _copy_gathered(args: tuple[Any, ...], _: Any) -> int:
+    return args[0].numel() * args[0].element_size()
 
 
 _CPU_WORKSPACES: _Rules = {
@@ -294,4 +302,5 @@ _CPU_WORKSPACES: _Rules = {
     torch.ops.frugal.document_attention_backward.default: _document_backward,
     aten.logsumexp.default: _one_more_input,
     torch.ops.c10d._reduce_scatter_base_.default: _copy_to_sum,
+    torch.ops.c10d._allgather_base_.default: _copy_gathered,
 }

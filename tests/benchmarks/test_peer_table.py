@@ -9,7 +9,7 @@ from stages.report.style import LIGHT
 from tests.benchmarks.peer_runs_made import PARAMETERS, STANDING, result, rows, runs
 
 MIB = 2**20
-PAGE = Conditions("AMD EPYC", "cpu", 2, 24 * 2**30, "2.13.0", "abc1234+", "2026-11-21", 2, 3, 10, 0.25)
+PAGE = Conditions("AMD EPYC", "cpu", 2, 24 * 2**30, "2.13.0", "abc1234+", "2026-11-21", 3, 10, 0.25)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_page_names_what_it_holds_for(found: list[Row], tmp_path: Path) -> N
 
 def test_files_are_named_after_the_device() -> None:
     assert result_name(PAGE) == "amd-epyc-2-threads"
-    gpu = Conditions("NVIDIA H100 80GB HBM3", "cuda", 16, 80 * 2**30, "2.13.0", "x", "x", 3, 3, 10, 0.0)
+    gpu = Conditions("NVIDIA H100 80GB HBM3", "cuda", 16, 80 * 2**30, "2.13.0", "x", "x", 3, 10, 0.0)
     assert result_name(gpu) == "nvidia-h100-80gb-hbm3"
 
 
@@ -86,3 +86,10 @@ def test_every_figure_is_a_point(found: list[Row], tmp_path: Path) -> None:
     assert min(points) * MIB == STANDING + 2 * MIB
     write_figure(tmp_path / "page.png", found, {"W": PARAMETERS}, PAGE)
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_says_how_many_runs_its_medians_are_of(found: list[Row], tmp_path: Path) -> None:
+    once = rows([runs("frugal", False, [result()])], technique="fp32")
+    assert "\n1 round; 10 counted steps" in page_of(once, tmp_path)
+    assert "\n2 rounds; 10" in page_of(found, tmp_path)
+    assert "\n1 to 2 rounds (2: W amp); 10" in page_of([*found, *once], tmp_path)

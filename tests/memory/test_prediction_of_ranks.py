@@ -109,24 +109,28 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[in
     return found
 
 
+def _beyond_prediction(
+    case: tuple[int, int, int, dict[str, Any]], measured: dict[int, list[list[int]]]
+) -> int:
+    """Measured less predicted peak, of the nearest rank: one with a smaller part of a weight needs less."""
+    number = [other for other in MEASURED if other[0] == case[0]].index(case)
+    peak = predicted(params_of(*case)).peak_bytes
+    return min((of_rank[number] - peak for of_rank in measured[case[0]]), key=abs)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo between local processes")
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_the_prediction_is_the_peak_of_each_rank(
     case: tuple[int, int, int, dict[str, Any]], measured: dict[int, list[list[int]]]
 ) -> None:
-    number = [other for other in MEASURED if other[0] == case[0]].index(case)
-    peaks = [of_rank[number] for of_rank in measured[case[0]]]
-    peak = predicted(params_of(*case)).peak_bytes
-    assert -1024 < min(peaks) - peak < 0.25 * 2**20, (peaks, peak)
+    assert -64 < _beyond_prediction(case, measured) < 2**15
 
 
 def test_most_predictions_are_the_peak_byte_for_byte(measured: dict[int, list[list[int]]]) -> None:
     exact = 0
     for case in MEASURED:
-        number = [other for other in MEASURED if other[0] == case[0]].index(case)
-        peaks = [of_rank[number] for of_rank in measured[case[0]]]
-        exact += abs(min(peaks) - predicted(params_of(*case)).peak_bytes) < 64
-    assert exact >= len(MEASURED) * 2 // 3
+        exact += abs(_beyond_prediction(case, measured)) < 64
+    assert exact >= len(MEASURED) - 1
 
 
 def reference(parallelism: str, ranks: int, device: str = "cuda", **techniques: Any) -> MemoryPrediction:
