@@ -89,11 +89,17 @@ def write_page(
 
 def rounds(rows: Sequence[Row]) -> str:
     """In words: where hours of runs were cut short, some rows have more than others."""
-    counts = sorted({row.rounds for row in rows if row.rounds})
-    if len(counts) < 2:
-        return f"{counts[0]} round{'s' * (counts[0] > 1)}" if counts else "no round"
-    most = dict.fromkeys(f"{row.work} {row.technique}" for row in rows if row.rounds == counts[-1])
-    return f"{counts[0]} to {counts[-1]} rounds ({counts[-1]}: {', '.join(most)})"
+    counts = [row.rounds for row in rows if row.rounds] or [0]
+    fewest, most = min(counts), max(counts)
+    return f"{f'{fewest} to ' * (fewest < most)}{most} round{'s' * (most != 1)}"
+
+
+def _rows_of_most_rounds(rows: Sequence[Row]) -> str:
+    """Which they are, where not all are."""
+    most = max((row.rounds for row in rows), default=0)
+    names = dict.fromkeys(f"{row.work} {row.technique}" for row in rows if row.rounds == most)
+    has_fewer = any(0 < row.rounds < most for row in rows)
+    return f" ({most} of {', '.join(names)})" if has_fewer else ""
 
 
 def _head(page: Conditions, rows: Sequence[Row], versions: dict[str, str]) -> str:
@@ -104,8 +110,8 @@ def _head(page: Conditions, rows: Sequence[Row], versions: dict[str, str]) -> st
 
 Made by `python -m benchmarks.peers` (`make bench`) on {page.date}, commit {page.commit}.
 {page.device}{cpu}, {page.memory_bytes / 2**30:.0f} GiB; torch {page.torch}, {named}.
-{rounds(rows)}; {page.steps} counted steps after {page.warmup_steps}, of 4 micro-batches a quarter as
-many; load of the machine before: {page.load:.1f}.
+{rounds(rows)}{_rows_of_most_rounds(rows)}; {page.steps} counted steps after {page.warmup_steps},
+of 4 micro-batches a quarter as many; load of the machine before: {page.load:.1f}.
 
 ![tokens/s and peak memory]({name}.png)"""
 

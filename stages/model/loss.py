@@ -24,6 +24,7 @@ GPU busy, and most of them stay in its cache."""
 HEAD_ELEMENTS = {"cpu": 2**21, "cuda": 2**22}
 """Of the head's gradient, made at one time in the type of the products before it is added up in fp32."""
 ALL = 2**62
+"""In one piece."""
 LOGIT_COLUMNS = {"cpu": 2**14, "cuda": ALL}
 """Logits of a token that one product makes. oneDNN packs the operands of a 16-bit product for AMX, and of the
 head only a part stays in a cache meanwhile. Without AMX, and in fp32, it makes no difference."""

@@ -80,6 +80,7 @@ def test_files_are_named_after_the_device() -> None:
 def test_every_figure_is_a_point(found: list[Row], tmp_path: Path) -> None:
     figure = draw(found, {"W": PARAMETERS}, PAGE, LIGHT)
     speed, memory = figure.axes
+    assert any("medians of 2 rounds" in text.get_text() for text in figure.texts)
     points = [line.get_xdata()[0] for line in speed.lines if line.get_marker() == "o"]
     assert sorted(points) == [1000, 1250, 1490, 1500]
     points = [line.get_xdata()[0] for line in memory.lines if line.get_marker() == "o"]
@@ -92,4 +93,4 @@ def test_the_page_says_how_many_runs_its_medians_are_of(found: list[Row], tmp_pa
     once = rows([runs("frugal", False, [result()])], technique="fp32")
     assert "\n1 round; 10 counted steps" in page_of(once, tmp_path)
     assert "\n2 rounds; 10" in page_of(found, tmp_path)
-    assert "\n1 to 2 rounds (2: W amp); 10" in page_of([*found, *once], tmp_path)
+    assert "\n1 to 2 rounds (2 of W amp); 10" in page_of([*found, *once], tmp_path)

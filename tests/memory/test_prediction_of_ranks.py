@@ -111,11 +111,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[in
 
 def _beyond_prediction(
     case: tuple[int, int, int, dict[str, Any]], measured: dict[int, list[list[int]]]
-) -> int:
-    """Measured less predicted peak, of the nearest rank: one with a smaller part of a weight needs less."""
+) -> list[int]:
+    """Measured less predicted peak of each rank."""
     number = [other for other in MEASURED if other[0] == case[0]].index(case)
     peak = predicted(params_of(*case)).peak_bytes
-    return min((of_rank[number] - peak for of_rank in measured[case[0]]), key=abs)
+    return [of_rank[number] - peak for of_rank in measured[case[0]]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo between local processes")
@@ -123,13 +123,17 @@ def _beyond_prediction(
 def test_the_prediction_is_the_peak_of_each_rank(
     case: tuple[int, int, int, dict[str, Any]], measured: dict[int, list[list[int]]]
 ) -> None:
-    assert -64 < _beyond_prediction(case, measured) < 2**15
+    ranks, _, vocab_size, _ = case
+    # The prediction is of the rank with the largest parts of the weights.
+    rows_it_has_more = 2**11 if vocab_size % ranks else 0
+    beyond = _beyond_prediction(case, measured)
+    assert -64 - rows_it_has_more < min(beyond) < 2**15, beyond
 
 
 def test_most_predictions_are_the_peak_byte_for_byte(measured: dict[int, list[list[int]]]) -> None:
     exact = 0
     for case in MEASURED:
-        exact += abs(_beyond_prediction(case, measured)) < 64
+        exact += min(map(abs, _beyond_prediction(case, measured))) < 64
     assert exact >= len(MEASURED) - 1
 
 

@@ -216,6 +216,27 @@ def test_full_holds_the_logits_once_and_chunked_a_chunk_of_them(
     assert peak_above_inputs("chunked", dtype) < logits_bytes / 16 + others
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("many_rows", [4, 1000])
+def test_products_in_pieces_are_the_products(
+    dtype: torch.dtype, many_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that divide neither the vocabulary, nor the tokens of a chunk, nor those of the last one."""
+    hidden, weight, targets = (tensor.detach() for tensor in problem(2, 10, 8, 23))
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+    monkeypatch.setattr(loss_module, "LOGIT_COLUMNS", {"cpu": 5})
+    monkeypatch.setattr(loss_module, "BACKWARD_ROWS", {"cpu": 3})
+    monkeypatch.setattr(loss_module, "MANY_ROWS", many_rows)
+    found = chunked_loss(*inputs, targets, chunk_tokens=8)
+    found.backward()
+    loss, *gradients = exact(*inputs, targets)
+    tolerance = 4 * HALF.get(dtype, 2.0**-22)
+    assert float(found.detach()) == pytest.approx(float(loss), rel=tolerance)
+    for tensor, expected in zip(inputs, gradients, strict=True):
+        assert tensor.grad is not None
+        assert relative_error(tensor.grad, expected) < tolerance
+
+
 @settings(max_examples=25, deadline=None)
 @given(T=st.integers(1, 20), chunk_tokens=st.integers(1, 25), seed=st.integers(0, 2**20))
 def test_token_losses(T: int, chunk_tokens: int, seed: int) -> None:
