@@ -15,7 +15,7 @@ help:
 	@echo "make ui         the MLflow UI on http://127.0.0.1:5000"
 	@echo "make test       set up and run all tests"
 	@echo "make test-fast  the tests that take seconds"
-	@echo "make test-soak  the pipeline killed 40 times, at random and on purpose"
+	@echo "make test-soak  the pipeline killed at least 40 times, at random and on purpose"
 	@echo "make bench      this project and its peers side by side: hours (BENCH_ARGS=--quick: minutes)"
 	@echo "make bench-pipeline  what the pipeline costs beside the training"
 	@echo "make lint       formatting, lint, types"

@@ -8,6 +8,7 @@ import argparse
 import csv
 import io
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from stages.evaluation.validation_loss import DocumentLosses, document_losses
 from stages.interruption import run_interruptible
 from stages.measure.hardware import HardwareError, select_device
 from stages.measure.host_allocator import keep_freed_memory
+from stages.measure.out_of_memory import failed_allocation
 from stages.model.hugging_face import llama_config
 from stages.model.llama import Llama
 from stages.outs import out_folder, write_out
@@ -35,6 +37,12 @@ from stages.training.checkpoint import MODEL, CheckpointError, load_weights
 from stages.training.precision import set_float32_matmul
 
 TOKENS = Path("data/tokens")
+LARGEST_NATS_PER_TOKEN = math.log(sys.float_info.max)
+"""Of a larger loss the perplexity is no number. A model that knows nothing loses log(vocabulary), 11."""
+
+
+class DivergedError(RuntimeError):
+    """The model is not worth comparing."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,6 +61,7 @@ def _run(variant: str) -> int:
     except (
         ParamsError,
         DeviceLockError,
+        DivergedError,
         HardwareError,
         TokenFileError,
         TokenizerError,
@@ -60,6 +69,17 @@ def _run(variant: str) -> int:
         OSError,
     ) as error:
         print(f"evaluate {variant}: {error}", file=sys.stderr)
+        return 1
+    except (RuntimeError, MemoryError) as error:
+        failure = failed_allocation(error, select_device(params.hardware.device))
+        if failure is None:
+            raise
+        batch_size = params.evaluation.batch_size
+        print(
+            f"evaluate {variant}: {failure.in_words()}; "
+            f"lower evaluation.batch_size, which is {batch_size}, or free memory",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
@@ -78,6 +98,11 @@ def evaluate(params: Params, variant: str) -> None:
     model.to(device)
 
     losses = _validation_losses(model, validation, params, variant)
+    if not losses.nats_per_token < LARGEST_NATS_PER_TOKEN:  # neither is no number at all
+        raise DivergedError(
+            f"the validation loss is {losses.nats_per_token:.4g} nats per token, so the training diverged; "
+            "lower training.learning_rate or change the variant's precision"
+        )
     summary = {
         "variant": variant,
         "bits_per_byte": losses.bits_per_byte,

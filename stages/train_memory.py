@@ -53,10 +53,7 @@ def out_of_memory_message(
 
     Takes some seconds: every change is predicted by tracing its step.
     """
-    requested = (
-        "an allocation" if failure.requested_bytes is None else readable_bytes(failure.requested_bytes)
-    )
-    had = f"out of memory: {requested} could not be had beside {readable_bytes(failure.in_use_bytes)} in use"
+    had = failure.in_words()
     try:
         return f"{had}; {_plan_and_advice(params, variant, device, failure.in_use_bytes)}"
     except (RuntimeError, MemoryError):

@@ -130,6 +130,8 @@ def steps_with_checkpoints(
         if is_inside and ranks.sum_on_host([is_due])[0] and may_be_saved(state, training):
             store.save(state, record.at_checkpoint(measurements, store).to_dict())
             measurements.disturbed = True
+        if store.is_writing():
+            measurements.disturbed = True  # also the interval after, where the writing takes longer
         if (warning := store.take_warning()) and ranks.is_first:
             say(f"train {run.variant}: {warning}")
         if signals.requested and not ranks.has_others:  # else before the next step, all together

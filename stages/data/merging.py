@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 
 from stages.data.documents import Split
+from stages.data.special_tokens import BOT_ID
 from stages.data.token_files import TokenFile
 from stages.data.token_shards import TokenShardsWriter
 
@@ -41,6 +42,7 @@ class Merger:
     ):
         # An array of Python's objects, from which numpy takes many at a time.
         self._token_bytes = np.array([*token_bytes, None], object)[:-1]
+        self._token_lengths = np.array([len(of_token) for of_token in token_bytes], np.int64)
         self._validation_every = validation_every
         self._tokenizer_sha256 = tokenizer_sha256
         self._sha256 = {split: hashlib.sha256() for split in SPLITS}
@@ -84,10 +86,15 @@ class Merger:
         for first, last in _blocks(part.document_offsets):
             offsets = part.document_offsets[first : last + 1]
             tokens, num_bytes = part.tokens[offsets[0] : offsets[-1]], part.document_bytes[first:last]
-            text = self._decode(tokens)
+            # What the hash does not see: where documents begin, and how many bytes each has.
+            starts = (offsets[:-1] - offsets[0]).astype(np.int64)
+            if not np.array_equal(np.flatnonzero(tokens == BOT_ID), starts):
+                raise _damaged(part, "a document does not begin where it says")
+            text = self._decode(part, tokens)
             text_sha256.update(text)
-            if len(text) == num_bytes.sum():
-                self._add_documents(tokens, np.diff(offsets), num_bytes, memoryview(text))
+            if not np.array_equal(np.add.reduceat(self._token_lengths[tokens], starts), num_bytes):
+                raise _damaged(part, "its tokens are not those of the text it was made from")
+            self._add_documents(tokens, np.diff(offsets), num_bytes, memoryview(text))
         if text_sha256.hexdigest() != part.metadata["text_sha256"]:
             raise _damaged(part, "its tokens are not those of the text it was made from")
 
@@ -95,9 +102,10 @@ class Merger:
         """Of the texts of the split's documents, one after the other, in UTF-8."""
         return self._sha256[split].hexdigest()
 
-    def _decode(self, tokens: np.ndarray) -> bytes:
-        known = tokens if int(tokens.max()) < len(self._token_bytes) else tokens[:0]
-        return b"".join(self._token_bytes[known].tolist())
+    def _decode(self, part: TokenFile, tokens: np.ndarray) -> bytes:
+        if int(tokens.max()) >= len(self._token_bytes):
+            raise _damaged(part, "has a token that is not in the vocabulary")
+        return b"".join(self._token_bytes[tokens].tolist())
 
     def _add_documents(
         self, tokens: np.ndarray, lengths: np.ndarray, num_bytes: np.ndarray, text: memoryview

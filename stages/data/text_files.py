@@ -65,7 +65,7 @@ def _json_lines(file: BinaryIO, part: FilePart, corpus: FilesCorpus) -> Iterator
         place = _Line(part, number)
         try:
             row = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise CorpusError(
                 f"{place}: not JSON ({error}); a .jsonl file holds one JSON object a line"
             ) from None

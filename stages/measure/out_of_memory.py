@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from stages.measure.peak_memory import live_cpu_blocks
+from stages.measure.units import readable_bytes
 
 # PyTorch's allocator, C++'s, and what oneDNN makes of either.
 _CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "could not create a primitive")
@@ -25,6 +26,10 @@ class FailedAllocation:
     """None where the error does not say."""
     in_use_bytes: int
     """Bytes of all tensors when the error was looked at, while its traceback still held them."""
+
+    def in_words(self) -> str:
+        wanted = "an allocation" if self.requested_bytes is None else readable_bytes(self.requested_bytes)
+        return f"out of memory: {wanted} could not be had beside {readable_bytes(self.in_use_bytes)} in use"
 
 
 def failed_allocation(error: BaseException, device: torch.device) -> FailedAllocation | None:

@@ -54,7 +54,7 @@ class Predictions:
         self._made = {} if made is None else made
 
     def of(self, recipe: VariantParams) -> MemoryPrediction:
-        key = (self.machine.kernels, recipe.model_dump_json())
+        key = (self.machine.kernels(self.params.model, recipe), recipe.model_dump_json())
         if key not in self._made:
             self._announce(f"{recipe_words(recipe)}, micro-batch {recipe.micro_batch_size}")
             self._made[key] = predict(
@@ -64,6 +64,7 @@ class Predictions:
                 recipe,
                 self.machine.device,
                 self.machine.compute_capability,
+                self.machine.multiprocessors,
             )
         return self._made[key]
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.measure.targets import Target, target_of
-from stages.memory.prediction import DEFAULT_COMPUTE_CAPABILITY
+from stages.memory.kernel_workspaces import attention_splits
+from stages.memory.prediction import DEFAULT_COMPUTE_CAPABILITY, DEFAULT_MULTIPROCESSORS
 from stages.params import HardwareParams, ModelParams, VariantParams
 from stages.training.device_rules import cuda_head_problem
 from stages.training.fp8 import fp8_problems
@@ -17,6 +18,7 @@ class Machine:
 
     device: Literal["cuda", "cpu"]
     compute_capability: tuple[int, int]
+    multiprocessors: int
     memory_bytes: int | None
     """None: there is nothing to fit into."""
     reserve_bytes: int
@@ -27,10 +29,10 @@ class Machine:
         """What a step may need, allowances included."""
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
-    @property
-    def kernels(self) -> tuple[str, bool]:
+    def kernels(self, model: ModelParams, recipe: VariantParams) -> tuple[str, bool, int]:
         """All of it that a prediction depends on: flash attention runs from compute capability 8.0 on."""
-        return self.device, self.compute_capability >= (8, 0)
+        splits = attention_splits(self.multiprocessors, recipe.micro_batch_size, model.num_attention_heads)
+        return self.device, self.compute_capability >= (8, 0), splits
 
     @property
     def label(self) -> str:
@@ -48,6 +50,7 @@ def machine_of(hardware: HardwareParams) -> Machine:
     return Machine(
         "cuda" if target is not None or hardware.device == "cuda" else "cpu",
         target.compute_capability if target else DEFAULT_COMPUTE_CAPABILITY,
+        target.multiprocessors if target else DEFAULT_MULTIPROCESSORS,
         memory_bytes,
         int(hardware.memory_reserve_gib * 2**30),
         target,
@@ -56,7 +59,7 @@ def machine_of(hardware: HardwareParams) -> Machine:
 
 def unsupported(model: ModelParams, recipe: VariantParams, machine: Machine) -> str | None:
     """Why the machine cannot compute this recipe at all, whatever its memory; None where it can."""
-    if machine.device == "cuda" and (problem := cuda_head_problem(model)):
+    if machine.device == "cuda" and (problem := cuda_head_problem(model, recipe, machine.compute_capability)):
         return problem
     if recipe.precision == "fp8" and (problems := fp8_problems(model)):
         return f"precision: {'; '.join(problems)}"

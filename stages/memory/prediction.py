@@ -30,8 +30,8 @@ _ROUNDING = {"cuda": MIN_BLOCK, "cpu": 1}
 """Bytes; the CPU's measurement counts what was asked for."""
 
 DEFAULT_COMPUTE_CAPABILITY = (8, 6)
-"""Of GeForce RTX 30."""
-
+DEFAULT_MULTIPROCESSORS = 82
+"""Of a GeForce RTX 3090."""
 
 UNSPLIT, CUBLAS = "rests that the allocator does not split off", "cuBLAS workspaces"
 FRAGMENTATION, CONTEXT = "fragmentation", "CUDA context and kernels"
@@ -115,6 +115,7 @@ def predict(
     variant: VariantParams,
     device: Literal["auto", "cuda", "cpu"] = "auto",
     compute_capability: tuple[int, int] = DEFAULT_COMPUTE_CAPABILITY,
+    multiprocessors: int = DEFAULT_MULTIPROCESSORS,
 ) -> MemoryPrediction:
     """Predict the peak of a step in which the optimizer state exists already (the second or later).
 
@@ -123,14 +124,15 @@ def predict(
     Args:
         device: whose kernels run; auto takes the CPU's.
         compute_capability: of a CUDA device.
+        multiprocessors: of a CUDA device; flash attention adds up in as many pieces as keep them busy.
     """
     target: Literal["cuda", "cpu"] = "cuda" if device == "cuda" else "cpu"
     if is_sharded(variant) and dist.is_initialized():
         # A process has one default group, and the trace needs a group that moves nothing.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-            arguments = (model, vocab_size, training, variant, device, compute_capability)
+            arguments = (model, vocab_size, training, variant, device, compute_capability, multiprocessors)
             return other.submit(predict, *arguments).result()
-    trace = trace_step(model, vocab_size, training, variant, target, compute_capability)
+    trace = trace_step(model, vocab_size, training, variant, target, compute_capability, multiprocessors)
     peak = make_up_of_peak(trace, _ROUNDING[target])
     return MemoryPrediction(
         moment=peak.moment,

@@ -18,14 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.data.sequences import MicroBatch
 from stages.memory.compiled_blocks import compile_blocks
+from stages.memory.kernel_workspaces import Target, workspace_bytes
 from stages.memory.storage_tracker import MemoryEvents, StorageTracker
 from stages.memory.target_kernels import (
     FakeAnswers,
-    Target,
     kernels_of,
     quantization_tables,
     use_cuda_norms,
-    workspace_bytes,
 )
 from stages.memory.traced_ranks import (
     TracedParallel,
@@ -42,7 +41,7 @@ from stages.training.fp8 import apply_fp8
 from stages.training.offload import BlockOffload
 from stages.training.parallel import is_sharded
 from stages.training.precision import PrecisionPolicy
-from stages.training.ranks import Ranks
+from stages.training.ranks import Ranks, threads_of
 from stages.training.recompute import apply_recompute
 from stages.training.state import TrainState, initial_state
 from stages.training.step import train_step
@@ -83,6 +82,7 @@ def trace_step(
     variant: VariantParams,
     target: Target,
     compute_capability: tuple[int, int],
+    multiprocessors: int,
 ) -> StepTrace:
     """Record the second step of a variant."""
     params = _params(model, vocab_size, training, variant)
@@ -96,17 +96,20 @@ def trace_step(
         fake_mode,
         FakeAnswers(fake_mode) as answers,
     ):
-        return _traced(params, target, tables, answers)
+        return _traced(params, target, multiprocessors, tables, answers)
 
 
-def _traced(params: Params, target: Target, tables: list[Tensor], answers: FakeAnswers) -> StepTrace:
+def _traced(
+    params: Params, target: Target, multiprocessors: int, tables: list[Tensor], answers: FakeAnswers
+) -> StepTrace:
     variant, training = params.variants[_NAME], params.training
-    tracker = StorageTracker(partial(workspace_bytes, target))
+    ranks = TracedRanks(0, training.ranks, 0, training.ranks)
+    processors = multiprocessors if target == "cuda" else threads_of(ranks)
+    tracker = StorageTracker(partial(workspace_bytes, target, processors))
     if is_sharded(variant):
         from torch.distributed.tensor import DTensor
 
         tracker.subclasses = answers.subclasses = (DTensor,)
-    ranks = TracedRanks(0, training.ranks, 0, training.ranks)
     state, policy = _state(params, target, tracker, ranks)
     on_host = variant.parallelism == "fsdp_cpu_offload" and target == "cuda"
     phases = _Phases(tracker, state, optimizer_on_host=on_host)

@@ -7,7 +7,7 @@ the same for whole modules; it keeps snapshots and not the sequence of events, o
 peak, the timeline and the allocator's behaviour follow here.)
 
 What an operator allocates inside and frees before it returns cannot be seen from outside. The caller gives
-those bytes by `workspace` (target_kernels.py).
+those bytes by `workspace` (kernel_workspaces.py).
 """
 
 import weakref
@@ -24,6 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _DEVICE_QUERY = torch.ops.prim.device.default  # fake tensors alone ask, and more often than they compute
 _CAST = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
+_ADD = torch.ops.aten.add.Tensor
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_OWNERS_WHERE_AUTOGRAD_ALONE_HOLDS_IT = (4, 2)
+"""Of a tensor and of its storage, as `_is_sum_in_place` counts them: autograd's own and those of the call."""
 
 
 @dataclass(slots=True)
@@ -119,6 +123,8 @@ class StorageTracker(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs or {})
         self.on_operator()
+        if func is _ADD and _is_sum_in_place(args[0]):
+            func = _ADD_IN_PLACE
         result = func(*args, **kwargs or {})
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
@@ -208,6 +214,19 @@ class StorageTracker(TorchDispatchMode):
     def _release(self, index: int) -> None:
         self.recorded.blocks[index].released_at = len(self.recorded.events)
         self.recorded.events.append(~index)
+
+
+def _is_sum_in_place(gradient: Tensor) -> bool:
+    """Whether autograd, asked to add another gradient of the same tensor to this one, would write over it.
+
+    It does so where nobody else holds it, but never while an operator can be seen from Python
+    (`can_accumulate_inplace` in autograd/input_buffer.cpp), so here the sum arrives as a new tensor. Of a
+    tied head's weight that would be one tensor of its size too many.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    owners = gradient._use_count(), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return owners == _OWNERS_WHERE_AUTOGRAD_ALONE_HOLDS_IT
 
 
 def _tensors(result: Any) -> Iterable[Tensor]:

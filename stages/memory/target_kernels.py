@@ -2,18 +2,17 @@
 
 A fake CUDA tensor cannot run backward where CUDA is not linked in, so the tensors of the trace say that they
 are on a CPU, whatever the target. What a step keeps differs between the two in few places, and each is put
-right here: attention, RMSNorm, the pieces that LowPrecisionAdamW and the loss take at a time, and the bytes
-that a kernel holds inside, which no operator's result shows (`workspace_bytes`).
+right here: attention, RMSNorm, and the pieces that LowPrecisionAdamW and the loss take at a time. The bytes
+that a kernel holds inside, which no operator's result shows, are in kernel_workspaces.py.
 
 Autocast needs nothing. CUDA's list of fp32 operators is longer than the CPU's (ATen/autocast_mode.h), but of
 those on it this model runs only RMSNorm, on a residual stream that is fp32 already, and the loss, which asks
 for fp32 itself.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +20,10 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stages.memory.kernel_workspaces import Target
 from stages.model import attention, llama, loss
 from stages.model.llama import Llama
 from stages.training import blockwise_quantization, low_precision_adamw
-
-Target = Literal["cuda", "cpu"]
 
 aten = torch.ops.aten
 _SMALLEST_FLASH_CAPABILITY = (8, 0)
@@ -177,130 +175,3 @@ class FakeAnswers(TorchDispatchMode):
 
 
 _ENOUGH_PIECES = 2
-
-_Rules = dict[Any, Callable[[tuple[Any, ...], Any], int]]
-"""For an operator: from its arguments and its result to bytes."""
-
-
-def workspace_bytes(target: Target, operator: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that a kernel holds beside its results, at its fullest."""
-    rules = _CUDA_WORKSPACES if target == "cuda" else _CPU_WORKSPACES
-    if operator in rules:
-        return rules[operator](args, result)
-    if target == "cpu" and torch.Tag.pointwise in operator.tags:
-        return _casts_to_the_common_type(args, result)
-    return 0
-
-
-# CUDA. Sources: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd, mha_varlen_bwd) and
-# cuda/attention_backward.cu (_efficient_attention_backward) of PyTorch 2.13.
-
-
-def _flash_backward(q: Tensor, k: Tensor, rows: int, rounded_rows: int) -> int:
-    """fp32 sums of dq and of the softmax's gradient; dk and dv of every query head, to be summed."""
-    heads, channels = q.shape[-2:]
-    wide = -(-channels // 32) * 32
-    sums = 4 * rounded_rows * heads * (wide + 1)
-    expanded = 2 * rows * heads * channels * q.element_size() if k.shape[-2] != heads else 0
-    return sums + expanded
-
-
-def _varlen_flash_backward(args: tuple[Any, ...], _: Any) -> int:
-    q, k, cu_seqlens = args[1], args[2], args[6]
-    documents = cu_seqlens.shape[0] - 1
-    return _flash_backward(q, k, q.shape[0], q.shape[0] + 128 * documents)
-
-
-def _sdpa_flash_backward(args: tuple[Any, ...], _: Any) -> int:
-    q, k = args[1].transpose(1, 2), args[2].transpose(1, 2)
-    batch, positions = q.shape[:2]
-    return _flash_backward(q, k, batch * positions, batch * -(-positions // 128) * 128)
-
-
-def _efficient_backward(args: tuple[Any, ...], _: Any) -> int:
-    """delta, fp32 for each row and head, and for 16-bit inputs an fp32 sum of dq."""
-    out = args[5]
-    delta = 4 * out.numel() // out.shape[-1]
-    return delta + (4 * out.numel() if out.element_size() == 2 else 0)
-
-
-def _sorted_indices(args: tuple[Any, ...], _: Any) -> int:
-    """embedding_dense_backward sorts its ids: keys and places, twice (native/cuda/Embedding.cu, cub)."""
-    return 4 * 8 * args[1].numel()
-
-
-def _one_more_input(args: tuple[Any, ...], _: Any) -> int:
-    """logsumexp makes exp(x - max(x)) in full (native/ReduceOps.cpp), and sums that."""
-    return args[0].numel() * args[0].element_size()
-
-
-def _contiguous_copy(args: tuple[Any, ...], _: Any) -> int:
-    """roll makes its input contiguous first (native/cuda/TensorTransformations.cu)."""
-    return 0 if args[0].is_contiguous() else args[0].numel() * args[0].element_size()
-
-
-_CUDA_WORKSPACES: _Rules = {
-    aten._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
-    torch.ops.torch_attn._varlen_attn_backward.default: _varlen_flash_backward,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten._efficient_attention_backward.default: _efficient_backward,
-    aten.embedding_dense_backward.default: _sorted_indices,
-    aten.logsumexp.default: _one_more_input,
-    aten.roll.default: _contiguous_copy,
-}
-
-
-# CPU. What stages/model/attention.py's own operators make for a run of rows that are each one document, at
-# most the whole batch: the kernel's results, before they are copied to where they belong.
-
-
-def _document_forward(args: tuple[Any, ...], result: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in result)
-
-
-def _document_backward(args: tuple[Any, ...], result: Any) -> int:
-    operands, logsumexp = args[:5], args[5]
-    grads = sum(tensor.numel() * tensor.element_size() for tensor in result)
-    if attention._backward_is_wide(operands[1]):
-        # All in the type of the log-sum-exp, fp32.
-        grads = logsumexp.element_size() * sum(tensor.numel() for tensor in (*operands, *result))
-    return grads + logsumexp.numel() * logsumexp.element_size()
-
-
-def _casts_to_the_common_type(args: tuple[Any, ...], result: Any) -> int:
-    """Operands of another type than the others are cast in full first (TensorIterator::compute_types).
-
-    CUDA's kernels cast number by number.
-    """
-    # Tensors of no dimension take the type of the others.
-    tensors = [argument for argument in args if isinstance(argument, Tensor) and argument.dim()]
-    types = {tensor.dtype for tensor in tensors}
-    if len(types) < 2:
-        return 0
-    common = functools.reduce(torch.promote_types, types)
-    return common.itemsize * sum(tensor.numel() for tensor in tensors if tensor.dtype != common)
-
-
-def _casts_of_choices(args: tuple[Any, ...], result: Any) -> int:
-    return _casts_to_the_common_type(args[1:], result)  # the condition stays what it is
-
-
-# gloo sums a copy of what it is given, and gathers into one (c10d/ProcessGroupGloo.cpp); NCCL needs neither.
-
-
-def _copy_to_sum(args: tuple[Any, ...], _: Any) -> int:
-    return args[1].numel() * args[1].element_size()
-
-
-def _copy_gathered(args: tuple[Any, ...], _: Any) -> int:
-    return args[0].numel() * args[0].element_size()
-
-
-_CPU_WORKSPACES: _Rules = {
-    aten.where.self: _casts_of_choices,
-    torch.ops.frugal.document_attention.default: _document_forward,
-    torch.ops.frugal.document_attention_backward.default: _document_backward,
-    aten.logsumexp.default: _one_more_input,
-    torch.ops.c10d._reduce_scatter_base_.default: _copy_to_sum,
-    torch.ops.c10d._allgather_base_.default: _copy_gathered,
-}

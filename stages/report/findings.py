@@ -64,7 +64,7 @@ def conditions(comparison: Comparison) -> list[tuple[str, str]]:
                 f"seed {comparison.reference.seed}"
             ),
         ),
-        ("validation", f"{evaluated.documents:,} documents, {units.count(evaluated.bytes)}B of text"),
+        ("validation", f"{evaluated.documents:,} documents, {units.text_size(evaluated.bytes)} of text"),
         ("peak memory", "; ".join(kinds)),
         ("predicted memory", f"{result.plan.method}, before training"),
         (

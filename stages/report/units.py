@@ -75,6 +75,14 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def text_size(number: float) -> str:
+    """Bytes of text, in powers of 1,000 as disks and corpora are: `1.23 MB`, `812 B`."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= size:
+            return f"{_three_digits(number / size)} {unit}"
+    return f"{number:.0f} B"
+
+
 def _three_digits(value: float) -> str:
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f}"

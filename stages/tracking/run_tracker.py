@@ -20,6 +20,9 @@ from stages.tracking.journal import Journal, Record, newest_journal, now_ms, sta
 from stages.tracking.sent import load_sent, register
 from stages.tracking.store import store_from_environment
 
+_PATIENCE_SECONDS = 10.0
+"""For a lock that others hold while they read a journal."""
+
 EXIT_INTERRUPTED = 75
 """Exit status of a stage that was told to stop and can be continued (EX_TEMPFAIL)."""
 
@@ -135,7 +138,8 @@ class RunTracker:
         journal = newest_journal(self._work_root, self._variant, self._fingerprint)
         if journal is None or (journal.status() == "FINISHED" and not self._resumed):
             journal = start_journal(self._work_root, self._variant, self._fingerprint, self._experiment)
-        if not self._held.enter_context(journal.locked("tracker.lock")):
+        # Not at once: who looks whether a run is abandoned holds the lock for a moment too.
+        if not self._held.enter_context(journal.locked("tracker.lock", _PATIENCE_SECONDS)):
             self._warn(f"another process tracks {journal.name}; this one is not tracked")
             return
         known_params, self._last, has_dataset = _index(journal)

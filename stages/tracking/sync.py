@@ -25,7 +25,10 @@ class SyncResult:
 
 
 def sync(work: Path) -> list[SyncResult]:
-    """Send what is missing of every run under `work`; never raises for a store that is down."""
+    """Send what is missing of every run under `work`.
+
+    Never raises for a store that is down, nor for a journal that cannot be written.
+    """
     store = store_from_environment()
     journals = all_journals(work)
     results = [_elsewhere(journal) for journal in journals if not is_registered(journal, store.name)]
@@ -41,11 +44,11 @@ def sync(work: Path) -> list[SyncResult]:
 
 
 def _send(journal: Journal, store: Store, sender: Sender) -> SyncResult:
-    journal.mark_if_abandoned()
     already = load_sent(journal, store.name).offset
     try:
+        journal.mark_if_abandoned()
         sender.send(_PATIENCE_SECONDS)
-    except NotSent as error:
+    except (NotSent, OSError) as error:  # a journal of another user, a full disk
         return _not_sent(journal, store, str(error))
     sent = load_sent(journal, store.name)
     if sent.is_deleted:

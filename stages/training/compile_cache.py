@@ -1,14 +1,17 @@
 """Where torch.compile keeps what it made, over runs and over kills."""
 
 import fcntl
+import math
 import os
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 _MARKER = "compiling-"
+_CLEANING = "cleaning.lock"
 
 
 def use_compile_cache(folder: Path) -> Path:
@@ -34,26 +37,45 @@ def compiling(cache: Path) -> Iterator[None]:
     The C++ compiler writes a library under its last name, and Inductor takes for whole what is there: a run
     after `kill -9` would end with "file too short", again and again. So a marker says since when a process
     has been compiling. It stays where the process died, and whoever comes next removes the libraries that
-    are newer.
+    are newer, but for those that a living process may be writing: they are left, and the marker with them,
+    for a later start.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    for marker in cache.glob(f"{_MARKER}*"):
-        _remove_half_compiled(cache, marker)
-    marker = cache / f"{_MARKER}{os.getpid()}"
-    with marker.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        # One process at a time: who comes second must not load what the first is about to remove.
+        with (cache / _CLEANING).open("w") as cleaning:
+            fcntl.flock(cleaning, fcntl.LOCK_EX)
+            _remove_half_compiled(cache)
+            # Containers that share a cache have the same process numbers.
+            marker = cache / f"{_MARKER}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            fcntl.flock(stack.enter_context(marker.open("w")), fcntl.LOCK_EX)
         yield
         marker.unlink(missing_ok=True)
 
 
-def _remove_half_compiled(cache: Path, marker: Path) -> None:
-    try:
-        with marker.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            since = marker.stat().st_mtime
-            for library in cache.rglob("*.so"):
-                if library.stat().st_mtime >= since:
-                    library.unlink(missing_ok=True)
+def _remove_half_compiled(cache: Path) -> None:
+    abandoned: dict[Path, float] = {}
+    living: dict[Path, float] = {}
+    for marker in cache.glob(f"{_MARKER}*"):
+        with suppress(FileNotFoundError):
+            (abandoned if _is_abandoned(marker) else living)[marker] = marker.stat().st_mtime
+    if not abandoned:
+        return
+    until = min(living.values(), default=math.inf)
+    for library in cache.rglob("*.so"):
+        with suppress(FileNotFoundError):
+            if min(abandoned.values()) <= library.stat().st_mtime < until:
+                library.unlink()
+    if not living:
+        for marker in abandoned:
             marker.unlink(missing_ok=True)
-    except (BlockingIOError, FileNotFoundError):
-        return  # its process lives and compiles, or another one has just done this
+
+
+def _is_abandoned(marker: Path) -> bool:
+    """Whether its process is gone: the lock went with it."""
+    with marker.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

@@ -2,7 +2,7 @@
 
 Mixed precision (Micikevicius et al. 2018) keeps fp32 master weights and lets `torch.autocast` run the
 matrix products in 16 bits. bfloat16 has fp32's exponent: nothing overflows or vanishes that would not in
-fp32. float16 has 5 exponent bits: gradients below 6e-8 become zero, so the loss is multiplied by a large
+fp32. float16 has 5 exponent bits: gradients below 3e-8 become zero, so the loss is multiplied by a large
 scale before backward and the gradients divided by it before they are used. That is the GradScaler; it
 exists for fp16 alone.
 """

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from stages.data import merging, sources
 from stages.data.encoding import whole_parts
@@ -56,8 +57,16 @@ def test_splits_are_those_of_the_documents_numbers(
         assert counts.num_bytes == sum(len(text.encode()) for text in chosen)
 
 
-@pytest.mark.parametrize("token", [5, 319, 1])
-def test_a_changed_token_is_found(tmp_path: Path, token: int) -> None:
+@pytest.mark.parametrize(
+    ("token", "how"),
+    [
+        (5, "its tokens are not those of the text it was made from"),
+        (1, "its tokens are not those of the text it was made from"),
+        (0, "a document does not begin where it says"),
+        (319, "has a token that is not in the vocabulary"),
+    ],
+)
+def test_a_changed_token_is_found(tmp_path: Path, token: int, how: str) -> None:
     job = job_of(tmp_path / "work", corpus_of(tmp_path, [WORDS] * 4), 10**6)
     units = corpus_units(job.corpus)
     encode_all(job, units)
@@ -67,6 +76,22 @@ def test_a_changed_token_is_found(tmp_path: Path, token: int) -> None:
     assert part.tokens[7] != token
     changed[at : at + 2] = np.uint16(token).tobytes()
     part.path.write_bytes(changed)
-    with pytest.raises(DamagedPartError, match="its tokens are not those of the text it was made from"):
+    with pytest.raises(DamagedPartError, match=how):
+        merge_all(job, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("table", ["document_offsets", "document_bytes"])
+def test_a_changed_document_is_found(tmp_path: Path, table: str) -> None:
+    """The hash of a part is that of its text: it does not see where documents begin."""
+    job = job_of(tmp_path / "work", corpus_of(tmp_path, [WORDS] * 4), 10**6)
+    units = corpus_units(job.corpus)
+    encode_all(job, units)
+    (part,) = whole_parts(job.folder, units[0])
+    tensors = load_file(part.path)
+    tensors[table][1] += 1
+    metadata = part.metadata
+    save_file(tensors, part.path, metadata=dict(metadata))
+    with pytest.raises(DamagedPartError, match="delete it and run again"):
         merge_all(job, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -107,6 +107,7 @@ BAD_UTF8 = b"good \xff bad"
         ("a.txt.gz", gzip.compress(BAD_UTF8), "a.txt.gz: not UTF-8 at byte 5 (0xff)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl: not UTF-8 at byte 24 (0xff)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "a.jsonl:1: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: holds a JSON list"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', "a.jsonl:1: has no column 'text'; set corpus.text_column"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', "to one of: body, id"),

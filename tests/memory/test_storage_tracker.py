@@ -1,11 +1,17 @@
 """Allocations and releases, on tensors whose lives are known."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from stages.measure.peak_memory import live_cpu_blocks, measure_peak
 from stages.memory.storage_tracker import MemoryEvents, StorageTracker
+
+CPU = torch.device("cpu")
 
 
 def tracked() -> StorageTracker:
@@ -42,6 +48,47 @@ def test_what_autograd_saves_lives_until_backward() -> None:
         loss.backward()
     assert tracker.block_of(weight.grad) is not None  # type: ignore[arg-type]
     assert -40 in sizes(tracker.recorded)
+
+
+def apart(weight: Tensor) -> Tensor:
+    return (weight.exp() * weight).sum()
+
+
+def shared(weight: Tensor) -> Tensor:
+    """Both terms of the sum get the same tensor as their gradient."""
+    middle = weight.exp()
+    return (middle + middle).exp().sum()
+
+
+class _SumByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2 + grad
+
+
+def by_hand(weight: Tensor) -> Tensor:
+    return _SumByHand.apply(weight.exp()).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss", [apart, shared, by_hand])
+def test_gradients_are_summed_where_autograd_sums_them(loss: Callable[[Tensor], Tensor]) -> None:
+    """In place where nobody else holds them: an operator that is looked at shows a new tensor instead."""
+    weight = torch.ones(100, requires_grad=True)
+
+    def step() -> None:
+        weight.grad = None
+        loss(weight).backward()
+
+    before = sum(live_cpu_blocks().values())
+    measured = measure_peak(CPU, step).bytes - before
+    weight.grad = None
+    with tracked() as tracker:
+        step()
+    assert max(itertools.accumulate(sizes(tracker.recorded))) == measured
 
 
 def test_tensors_that_do_not_count_have_no_bytes_and_neither_have_their_views() -> None:

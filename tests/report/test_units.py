@@ -22,6 +22,14 @@ def test_memory_is_right_to_three_digits(value: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "text"),
+    [(812, "812 B"), (1_234, "1.23 kB"), (1_230_000, "1.23 MB"), (1.5e9, "1.50 GB"), (2e12, "2.00 TB")],
+)
+def test_text_size(value: float, text: str) -> None:
+    assert units.text_size(value) == text
+
+
+@pytest.mark.parametrize(
     ("value", "text"), [(812.4, "812"), (9_800, "9.80 k"), (12_345, "12.3 k"), (1_200_000, "1.20 M")]
 )
 def test_rate(value: float, text: str) -> None:

@@ -2,6 +2,7 @@
 
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,32 @@ def test_later_stages_append_to_the_newest_run(
     assert (journal().folder / "artifacts" / "figures" / "loss.png").read_bytes() == b"a figure"
 
 
-def test_a_second_tracker_of_the_same_run_leaves_it_alone(
+def test_who_looks_at_the_journal_meanwhile_is_waited_for(
     tracker: Any, journal: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """`sync` holds the lock while it finds out whether a run is abandoned."""
+    with tracker() as first:
+        first.log(10, {"loss": 1.0})
+
+    def go_on() -> None:
+        with tracker(resumed=True) as second:
+            second.log(20, {"loss": 0.5})
+
+    with ThreadPoolExecutor(1) as others:
+        with journal().locked("tracker.lock") as is_mine:
+            assert is_mine
+            going_on = others.submit(go_on)
+            with pytest.raises(TimeoutError):
+                going_on.result(0.3)
+        going_on.result(60)
+    assert steps(journal(), "loss") == [10, 20]
+    assert "not tracked" not in capfd.readouterr().err
+
+
+def test_a_second_tracker_of_the_same_run_leaves_it_alone(
+    tracker: Any, journal: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.tracking.run_tracker._PATIENCE_SECONDS", 0.1)
     with tracker() as first:
         first.log(10, {"loss": 1.0})
         with tracker() as second:

@@ -187,6 +187,19 @@ def test_an_artifact_that_cannot_be_stored_holds_up_no_number_and_is_sent_later(
     assert len(list((root / "mlartifacts").rglob("a.txt"))) == 1
 
 
+def test_a_journal_that_cannot_be_written_is_a_result_and_no_exception(
+    tracker: Any, root: Path, fingerprint: str
+) -> None:
+    """Such as one that a container made as root: `compare` must not fail for it, its outs are written."""
+    train(tracker, range(0, 10))
+    (lock,) = (root / ".work").rglob("tracker.lock")
+    lock.unlink()
+    lock.mkdir()
+    (result,) = sync(root / ".work")
+    assert not result.is_complete
+    assert "tracker.lock" in result.message
+
+
 def test_a_locked_database_is_waited_out(
     tracker: Any, root: Path, runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,14 +59,14 @@ def small_params(variant: dict[str, Any] | None = None, /, **training: Any) -> P
     )
 
 
-def token_file(folder: Path, documents: int = 23, seed: int = 0) -> TokenFile:
-    """Documents of 3 to 40 tokens that can be learned: each counts up from its own start."""
+def token_file(folder: Path, documents: int = 23, seed: int = 0, longest: int = 40) -> TokenFile:
+    """Documents of 3 to `longest` tokens that can be learned: each counts up from its own start."""
     generator = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.safetensors"
     with TokenFileWriter(path, split="train", vocab_size=VOCAB, tokenizer_sha256="") as writer:
         for _ in range(documents):
-            length = int(generator.integers(1, 39))
+            length = int(generator.integers(1, longest - 1))
             words = 3 + (int(generator.integers(0, 60)) + np.arange(length)) % (VOCAB - 3)
             writer.append(np.array([BOT_ID, *words, EOT_ID]), length)
     return TokenFile.open(path)
@@ -112,12 +112,15 @@ class SmallRun:
         return to_hugging_face(seen, self.params.model)
 
 
-def small_run(folder: Path, params: Params, scaler: torch.amp.GradScaler | None = None) -> SmallRun:
+def small_run(
+    folder: Path, params: Params, scaler: torch.amp.GradScaler | None = None, longest_document: int = 40
+) -> SmallRun:
     state, policy = initial_state(params, "v", CPU)
     if scaler is not None:
         state.scaler = scaler
     training = params.training
-    sequences = make_sequences(token_file(folder), training.sequences, training.sequence_length)
+    tokens = token_file(folder, longest=longest_document)
+    sequences = make_sequences(tokens, training.sequences, training.sequence_length)
     return SmallRun(params, sequences, state, policy)
 
 

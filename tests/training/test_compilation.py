@@ -19,7 +19,7 @@ from stages.measure.peak_memory import measure_peak
 from stages.params import Params, VariantParams
 from stages.training.checkpoint import load_checkpoint, save_checkpoint
 from stages.training.compilation import apply_compile, mark_dynamic_documents
-from stages.training.compile_cache import use_compile_cache
+from stages.training.compile_cache import compiling, use_compile_cache
 from stages.training.recompute import apply_recompute
 from tests.training.small_run import CPU, SmallRun, distance, small_params, small_run, weights
 
@@ -170,6 +170,34 @@ def test_the_default_that_importing_torch_writes_is_not_the_users_choice(tmp_pat
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "TRITON"))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(tmp_path / "inductor"), done.stderr
+
+
+def library(cache: Path, name: str, at: float) -> Path:
+    path = cache / "ab" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"a library")
+    os.utime(path, (at, at))
+    return path
+
+
+def test_who_cleans_up_after_the_dead_leaves_what_the_living_compile(tmp_path: Path) -> None:
+    dead = tmp_path / "compiling-1-abc"
+    dead.touch()
+    os.utime(dead, (1000, 1000))
+    before, of_the_dead = library(tmp_path, "before.so", 900), library(tmp_path, "dead.so", 1100)
+    with compiling(tmp_path):
+        assert before.exists() and not of_the_dead.exists() and not dead.exists()
+        (living,) = tmp_path.glob("compiling-*")
+        os.utime(living, (2000, 2000))
+        dead.touch()
+        os.utime(dead, (1000, 1000))
+        half, of_the_living = library(tmp_path, "half.so", 1500), library(tmp_path, "living.so", 2100)
+        with compiling(tmp_path):
+            assert of_the_living.exists() and not half.exists()
+            assert dead.exists(), "what it left later is for a later start"
+    with compiling(tmp_path):
+        assert not of_the_living.exists() and not dead.exists() and before.exists()
+    assert not list(tmp_path.glob("compiling-*"))
 
 
 def test_documents_are_marked_only_for_the_compiler() -> None:

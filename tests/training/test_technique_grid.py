@@ -260,16 +260,20 @@ def test_an_older_gpu_refuses_with_a_documented_reason(
     [
         ({"recompute": "offload"}, {}, "cpu", None),
         ({"compile": "blocks"}, {}, "cpu", ""),
+        ({"compile": "blocks"}, {}, "cuda", ""),
         ({}, {"num_attention_heads": 8}, "cuda", None),
+        ({"precision": "amp_bf16"}, {"hidden_size": 416, "num_attention_heads": 2}, "cuda", None),
     ],
     ids=str,
 )
 def test_a_device_refuses_with_a_documented_reason(
     settings: Settings, model: Settings, device: str, path: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     if path is not None:
         monkeypatch.setenv("PATH", path)
         monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.delenv("CC", raising=False)
     variant = VariantParams(micro_batch_size=1, **settings)
     with pytest.raises(DeviceRuleError) as error:
         check_device_rules(small_params(model=model).model, variant, torch.device(device))
