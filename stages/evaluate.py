@@ -98,7 +98,7 @@ def evaluate(params: Params, variant: str) -> None:
     model.to(device)
 
     losses = _validation_losses(model, validation, params, variant)
-    if not losses.nats_per_token < LARGEST_NATS_PER_TOKEN:  # neither is no number at all
+    if not losses.nats_per_token < LARGEST_NATS_PER_TOKEN:  # NaN is not less either
         raise DivergedError(
             f"the validation loss is {losses.nats_per_token:.4g} nats per token, so the training diverged; "
             "lower training.learning_rate or change the variant's precision"

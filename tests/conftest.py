@@ -7,6 +7,8 @@ tensors a hundred times slower.
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read once, at the first product on a GPU; without it those that ask for deterministic ones are refused.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from hypothesis import HealthCheck, settings
 

@@ -11,7 +11,7 @@ its share of GDDR6. It differs by some 0.1 GiB between drivers. Those of rtx_306
 a100_40gb, a100_80gb, h200 and b200 are from such messages in public reports, the least found; the others are
 the data sheet's less the same share. Nothing here was measured by this project.
 
-Multiprocessors (SMs) are the CUDA cores of the data sheets over those of one: 128, of A100 and T4 64.
+Multiprocessors (SMs) are the data sheets' CUDA cores divided by those of one SM: 128, of A100 and T4 64.
 
 Links are of one direction; data sheets print both together. Without NVLink in the table, GPUs of one machine
 talk over PCIe (a bridge between two cards is not counted). Machines are assumed to have eight GPUs, and to

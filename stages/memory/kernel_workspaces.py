@@ -53,7 +53,8 @@ def attention_splits(multiprocessors: int, sequences: int, heads: int) -> int:
 def _flash_backward(q: Tensor, k: Tensor, rows: int, rounded_rows: int, splits: int) -> int:
     """fp32 sums of dq and of the softmax's gradient; dk and dv of every query head, to be summed."""
     heads, channels = q.shape[-2:]
-    wide = -(-channels // 32) * 32
+    step = 32 if channels <= 128 else 64
+    wide = -(-channels // step) * step
     sums = 4 * rounded_rows * heads * (splits * wide + 1)
     expanded = 2 * rows * heads * channels * q.element_size() if k.shape[-2] != heads else 0
     return sums + expanded
@@ -79,14 +80,16 @@ _BLOCK = 64
 
 def _efficient_backward(q: Tensor, sequences: int, positions: int, heads: int) -> int:
     """delta, fp32 for each row and head; fp32 tiles of dq, each with a lock, for sequences of the longest's
-    length; and of 16 bits and more than 64 channels tiles of dk and dv."""
+    length; of 16 bits and more than 128 channels tiles of dk and dv. In fp32 delta is the sum of a product
+    that is made first."""
     channels = q.shape[-1]
     delta = 4 * q.numel() // channels
     tiles = -(-positions // _BLOCK) * -(-channels // _BLOCK)
     sums = tiles * (4 * _BLOCK**2 + 16)
-    if q.element_size() == 2 and channels > _BLOCK:
-        sums += 2 * 4 * _BLOCK * -(-channels // _BLOCK) * _BLOCK
-    return delta + sequences * heads * sums
+    if q.element_size() == 2 and channels > 128:
+        sums += 2 * 4 * 128 * -(-channels // 128) * 128
+    product = 4 * q.numel() + delta if q.element_size() == 4 else 0
+    return delta + max(sequences * heads * sums, product)
 
 
 def _varlen_efficient_backward(args: tuple[Any, ...], _: Any, __: int) -> int:

@@ -41,7 +41,7 @@ from stages.training.fp8 import apply_fp8
 from stages.training.offload import BlockOffload
 from stages.training.parallel import is_sharded
 from stages.training.precision import PrecisionPolicy
-from stages.training.ranks import Ranks, threads_of
+from stages.training.ranks import Ranks
 from stages.training.recompute import apply_recompute
 from stages.training.state import TrainState, initial_state
 from stages.training.step import train_step
@@ -103,13 +103,14 @@ def _traced(
     params: Params, target: Target, multiprocessors: int, tables: list[Tensor], answers: FakeAnswers
 ) -> StepTrace:
     variant, training = params.variants[_NAME], params.training
-    ranks = TracedRanks(0, training.ranks, 0, training.ranks)
-    processors = multiprocessors if target == "cuda" else threads_of(ranks)
+    # One thread of a CPU: a plan follows from the params, whatever machine makes it.
+    processors = multiprocessors if target == "cuda" else 1
     tracker = StorageTracker(partial(workspace_bytes, target, processors))
     if is_sharded(variant):
         from torch.distributed.tensor import DTensor
 
         tracker.subclasses = answers.subclasses = (DTensor,)
+    ranks = TracedRanks(0, training.ranks, 0, training.ranks)
     state, policy = _state(params, target, tracker, ranks)
     on_host = variant.parallelism == "fsdp_cpu_offload" and target == "cuda"
     phases = _Phases(tracker, state, optimizer_on_host=on_host)

@@ -44,13 +44,15 @@ def sync(work: Path) -> list[SyncResult]:
 
 
 def _send(journal: Journal, store: Store, sender: Sender) -> SyncResult:
-    already = load_sent(journal, store.name).offset
     try:
+        already = load_sent(journal, store.name).offset
         journal.mark_if_abandoned()
         sender.send(_PATIENCE_SECONDS)
-    except (NotSent, OSError) as error:  # a journal of another user, a full disk
+        sent = load_sent(journal, store.name)
+    except NotSent as error:
         return _not_sent(journal, store, str(error))
-    sent = load_sent(journal, store.name)
+    except OSError as error:  # a journal of another user, a full disk
+        return SyncResult(journal.name, False, str(error))
     if sent.is_deleted:
         return SyncResult(journal.name, True, f"was deleted in {store.name}, left alone")
     news = "sent" if sent.offset > already else "nothing to send"

@@ -3,6 +3,7 @@
 import fcntl
 import math
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +13,8 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 _MARKER = "compiling-"
 _CLEANING = "cleaning.lock"
+_PATIENCE_SECONDS = 60.0
+"""For one that compiles its first step. Not for ever: it may be a rank that waits for us."""
 
 
 def use_compile_cache(folder: Path) -> Path:
@@ -37,8 +40,8 @@ def compiling(cache: Path) -> Iterator[None]:
     The C++ compiler writes a library under its last name, and Inductor takes for whole what is there: a run
     after `kill -9` would end with "file too short", again and again. So a marker says since when a process
     has been compiling. It stays where the process died, and whoever comes next removes the libraries that
-    are newer, but for those that a living process may be writing: they are left, and the marker with them,
-    for a later start.
+    are newer. What a process that is compiling now may be writing is left alone: it is waited for, and where
+    it takes too long, those libraries and the marker are left for a later start.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -54,11 +57,11 @@ def compiling(cache: Path) -> Iterator[None]:
 
 
 def _remove_half_compiled(cache: Path) -> None:
-    abandoned: dict[Path, float] = {}
-    living: dict[Path, float] = {}
-    for marker in cache.glob(f"{_MARKER}*"):
-        with suppress(FileNotFoundError):
-            (abandoned if _is_abandoned(marker) else living)[marker] = marker.stat().st_mtime
+    give_up = time.monotonic() + _PATIENCE_SECONDS
+    abandoned, living = _markers(cache)
+    while abandoned and living and time.monotonic() < give_up:
+        time.sleep(0.2)
+        abandoned, living = _markers(cache)
     if not abandoned:
         return
     until = min(living.values(), default=math.inf)
@@ -69,6 +72,16 @@ def _remove_half_compiled(cache: Path) -> None:
     if not living:
         for marker in abandoned:
             marker.unlink(missing_ok=True)
+
+
+def _markers(cache: Path) -> tuple[dict[Path, float], dict[Path, float]]:
+    """Those of the dead and of the living, and since when each compiles."""
+    abandoned: dict[Path, float] = {}
+    living: dict[Path, float] = {}
+    for marker in cache.glob(f"{_MARKER}*"):
+        with suppress(FileNotFoundError):
+            (abandoned if _is_abandoned(marker) else living)[marker] = marker.stat().st_mtime
+    return abandoned, living
 
 
 def _is_abandoned(marker: Path) -> bool:

@@ -32,8 +32,8 @@ def cuda_head_problem(
     if has_little and 192 < channels <= 224 and variant.precision not in ("fp32", "tf32"):
         capability = ".".join(map(str, compute_capability))
         return (
-            f"{made}, and flash attention on compute capability {capability} trains none between 192 and "
-            "256; use another number of heads, or precision fp32"
+            f"{made}, and flash attention on compute capability {capability} trains none above 192 up to "
+            "224; use another number of heads, or precision fp32"
         )
     return None
 

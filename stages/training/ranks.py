@@ -103,7 +103,7 @@ def join_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float) -> No
     Args:
         timeout_minutes: a collective that waits longer for another rank fails.
     """
-    torch.set_num_threads(threads_of(ranks))
+    torch.set_num_threads(_threads(ranks))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     store = _store_of_this_start(ranks, timeout) if ranks.has_others else dist.HashStore()
@@ -114,13 +114,6 @@ def leave_ranks() -> None:
     """The end of what `join_ranks` began; nothing where it did not."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def threads_of(ranks: Ranks) -> int:
-    """CPU threads of one operation: the ranks of one machine share its cores."""
-    if "OMP_NUM_THREADS" in os.environ or not ranks.has_others:
-        return torch.get_num_threads()
-    return max(1, torch.get_num_threads() // ranks.local_count)
 
 
 def _store_of_this_start(ranks: Ranks, timeout: timedelta) -> dist.Store:
@@ -135,3 +128,10 @@ def _store_of_this_start(ranks: Ranks, timeout: timedelta) -> dist.Store:
     is_one_machine = ranks.local_count == ranks.count
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_machine else "0"
     return dist.PrefixStore(f"start-{restarts}", store)
+
+
+def _threads(ranks: Ranks) -> int:
+    """CPU threads of one operation: the ranks of one machine share its cores."""
+    if "OMP_NUM_THREADS" in os.environ or not ranks.has_others:
+        return torch.get_num_threads()
+    return max(1, torch.get_num_threads() // ranks.local_count)

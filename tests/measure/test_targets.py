@@ -19,6 +19,8 @@ def test_figures_are_those_of_one_gpu(target: Target) -> None:
     assert 8e12 <= peaks["fp32"] <= 110e12
     assert ("bf16" in peaks) == ("tf32" in peaks) == (capability >= (8, 0))
     assert ("fp8" in peaks) == (capability >= (8, 9))
+    cores = target.multiprocessors * (64 if target.compute_capability in ((7, 5), (8, 0)) else 128)
+    assert 1.4e9 < peaks["fp32"] / (2 * cores) < 2.7e9, "a clock"
     assert peaks["fp16"] >= 2 * peaks["fp32"] - 1e12
     if "bf16" in peaks:
         assert peaks["bf16"] == peaks["fp16"]

@@ -391,6 +391,7 @@ def test_prediction_on_cuda_against_max_memory_allocated(techniques: dict[str, A
         params.variants[VARIANT],
         "cuda",
         torch.cuda.get_device_capability(),
+        torch.cuda.get_device_properties().multi_processor_count,
     )
     measured = measured_peak(params, torch.device("cuda"))
     assert prediction.allocated_bytes == pytest.approx(measured, rel=0.05)

@@ -180,7 +180,10 @@ def library(cache: Path, name: str, at: float) -> Path:
     return path
 
 
-def test_who_cleans_up_after_the_dead_leaves_what_the_living_compile(tmp_path: Path) -> None:
+def test_who_cleans_up_after_the_dead_leaves_what_the_living_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.training.compile_cache._PATIENCE_SECONDS", 0.3)
     dead = tmp_path / "compiling-1-abc"
     dead.touch()
     os.utime(dead, (1000, 1000))

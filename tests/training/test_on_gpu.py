@@ -3,6 +3,7 @@
 The CPU's tests hold the CPU against outside oracles; these hold CUDA against the CPU.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def moved(batch: MicroBatch) -> MicroBatch:
         targets_BS=batch.targets_BS.to(CUDA),
         cu_seqlens=cu_seqlens,
     )
+
+
+@pytest.fixture(autouse=True)
+def no_determinism_left_behind() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class CudaRun:
