@@ -30,7 +30,10 @@ class Machine:
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
     def kernels(self, model: ModelParams, recipe: VariantParams) -> tuple[str, bool, int]:
-        """All of it that a prediction depends on: flash attention runs from compute capability 8.0 on."""
+        """All of it that a prediction depends on.
+
+        Flash attention runs from compute capability 8.0 on, and its backward pass adds up in pieces.
+        """
         splits = attention_splits(self.multiprocessors, recipe.micro_batch_size, model.num_attention_heads)
         return self.device, self.compute_capability >= (8, 0), splits
 

@@ -38,9 +38,10 @@ def test_a_diverged_model_is_named(repository: Repository, factor: float) -> Non
 
 
 def test_memory_that_runs_out_names_the_batch_size(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An allocation that the allocator really refuses, in the place of the stage's."""
+    monkeypatch.chdir(repository.root)
     monkeypatch.setattr(stages.evaluate, "evaluate", lambda *_: torch.empty(2**60, dtype=torch.uint8))
     assert stages.evaluate.main(["baseline"]) == 1
     assert re.fullmatch(

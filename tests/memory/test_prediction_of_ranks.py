@@ -66,7 +66,7 @@ def rank_peaks(rank: int, count: int, port: int, folder: str) -> None:
     """One rank's measured peaks of all configurations of so many ranks, written to the folder."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    # What oneDNN packs inside a product differs between processors; test_prediction.py allows for it.
+    # What oneDNN packs inside a product differs between processors.
     torch.backends.mkldnn.set_flags(False)
     ranks = Ranks(rank, count, rank, count)
     join_ranks(ranks, CPU, 5)
